@@ -167,8 +167,9 @@ class MemoryPlan:
             content["steps"] = [PlannedStep(*step) for step in content["steps"]]
             content["lines"] = [tuple(line) for line in content["lines"]]
             plan = cls(**content)
-            if plan.batch < bool(plan.lines):
-                raise ValueError(f"batch: must be at least {len(plan.lines[:1])}, not {plan.batch}")
+            least = 1 if plan.lines else 0
+            if plan.batch < least:
+                raise ValueError(f"batch: must be at least {least}, not {plan.batch}")
             if any(len(values) != len(plan.timeline_store) for values in plan.timeline.values()):
                 raise ValueError("timeline: must be as long as timeline_store")
         except (ValueError, KeyError, TypeError) as error:

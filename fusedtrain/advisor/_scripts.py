@@ -159,7 +159,7 @@ def end_group(process: subprocess.Popen[Any], grace: float = 0.0) -> None:
     if not hasattr(os, "killpg"):  # Windows
         process.kill()
     else:
-        for how in (signal.SIGTERM, signal.SIGKILL)[not grace :]:
+        for how in (signal.SIGTERM, signal.SIGKILL) if grace else (signal.SIGKILL,):
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, how)
                 process.wait(grace)

@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 from .._capture import refuse_capture
 from ..optim import FusedOptimizer
 from ..optim._release_checks import check_loss
+from ._scaled_clipping import ScaledClipping
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -78,6 +79,7 @@ class GradScaler(torch.amp.GradScaler):
         self._min_scale, self._max_scale = low, high
         self._hysteresis_tracker: Tensor | None = None
         self._init_hysteresis = hysteresis
+        self._clipping = ScaledClipping()
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         refuse_capture("the loss scale")
@@ -114,12 +116,14 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         # With a scale set by the user: the product, as in torch.
         user_scale = getattr(optimizer, "grad_scale", None)
-        optimizer.grad_scale = scale if user_scale is None else scale * user_scale
+        scale = scale if user_scale is None else scale * user_scale
+        optimizer.grad_scale = scale
         optimizer._checks_gradients = True  # type: ignore[attr-defined]
         try:
             result = optimizer.step(**kwargs)
         finally:
             del optimizer.grad_scale, optimizer._checks_gradients  # type: ignore[attr-defined]
+        self._clipping.look(optimizer, scale)
         state["found_inf_per_device"] = optimizer._found_inf()
         state["stage"] = OptState.STEPPED
         return cast("float | None", result)

@@ -45,7 +45,8 @@ COLORS = {
     "idle": "#e3e3e3",
 }
 NAMES = ("as it is", "with fusedtrain")
-TWICE = len(NAMES) * NAMES  # in turns: a machine that becomes slower is no difference between them
+# Runs of each, in turns: a machine that becomes slower is no difference between them.
+LEAST, MOST = 2, 4
 WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its number written in
 
 
@@ -68,7 +69,8 @@ WIDE_ENOUGH = 0.04  # share of the longer bar from which on a part has its numbe
 @click.option(
     "--compare",
     is_flag=True,
-    help="Run it four times, in turns as it is and with fusedtrain.convert on its models.",
+    help="Run it twice as it is and twice with fusedtrain.convert on its models, in turns; up to "
+    "four times each while the steps decide nothing.",
 )
 @click.option("--trace", type=NewFile(), help="Write a trace for chrome://tracing.")
 @output_options
@@ -83,9 +85,11 @@ def command(
     """
     task = {"steps": steps, "warmup": warmup, "trace": str(trace.resolve()) if trace else None}
     runs: list[Run] = []
-    names = TWICE if compare else NAMES[:1]
+    names = MOST * NAMES if compare else NAMES[:1]
     with progress("profile", len(names)) as begins:
         for name in names:
+            if name == NAMES[0] and any(map(_decided, _steps(_compared(runs)))):
+                break
             begins(f"{script}, {name}")
             now = {**task, "convert": name == NAMES[1], "trace": None if runs else task["trace"]}
             runs.append(_run(now, script, arguments, outputs))
@@ -117,7 +121,7 @@ def _status(runs: Sequence[Run]) -> Exit:
 
 
 def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
-    names = TWICE[: len(runs)]
+    names = (MOST * NAMES)[: len(runs)]
     facts = {
         "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
         "torch": torch.__version__,
@@ -132,11 +136,11 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
     }  # fmt: skip
     for name, each in by_name.items():
         if steps_ms := [seen["step_ms"] for seen in each if "step_ms" in seen]:
-            listed = " and ".join(f"{ms:.4g}" for ms in steps_ms)
+            listed = ", ".join(f"{ms:.4g}" for ms in steps_ms)
             facts[f"step, {name}"] = f"{listed} ms, the median without the profiler"
-    compared = _compared(*by_name.values()) if len(runs) == len(TWICE) and _saw(runs[-1]) else {}
-    if "step" in compared:
-        facts[f"step, {RATIO}"] = _range(compared["step"])
+    compared = _compared(runs)
+    if steps_of_both := _steps(compared):
+        facts[f"step, {RATIO}"] = "; by processor time ".join(map(_range, steps_of_both))
     for name, run in list(zip(names, runs, strict=True))[: len(NAMES)]:
         seen = run.results
         share = seen.get("tensor_core_share")
@@ -160,7 +164,7 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
             "optimizer, loader and precision stayed."
         )
         notes.append(
-            f"{RATIO}: 95 % interval of the ratio, of {len(TWICE) // 2} runs each, which came in "
+            f"{RATIO}: 95 % interval of the ratio, of {len(runs) // 2} runs each, which came in "
             "turns; ms are their means. Where the interval has 1 in it the ratio is undecided. One "
             "interval in twenty misses the ratio by chance."
             if compared
@@ -180,38 +184,55 @@ def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
     )  # fmt: skip
 
 
+ON_HOST = "operators on the host"
 _IDLE = {
-    "operators on the host": "Idle is the rest of a step: Python, and waiting.",
+    ON_HOST: "Idle is the rest of a step: Python, and waiting.",
     "kernels on the GPU": "Idle is the time in which the GPU ran nothing.",
 }
 
 
 RATIO = "before / after"
-STUDENT = 4.303  # quantile for 95 %, two-sided, with the 2 degrees of freedom of two pairs of runs
+# Quantiles by the runs of each: 95 % in all, two-sided, as up to three intervals are looked at.
+STUDENT = {2: 7.649, 3: 3.961, 4: 3.288}
 
 
-def _compared(before: Sequence[Any], after: Sequence[Any]) -> dict[str, tuple[float, float]]:
-    """95 % intervals of the ratio of two runs to two others, of each family and of the step.
+def _compared(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
+    """95 % intervals of the ratio of runs to others, of each family and of the step.
 
     Steps of one run share its memory and its place in time, so that only runs are independent. If
     runs did not differ at all, both before would still be slower than both after in one of six.
     """
-    every = [[_times(seen) for seen in runs] for runs in (before, after)]
+    every = [[_times(run.results) for run in runs[one::2] if _saw(run)] for one in range(2)]
+    count = min(map(len, every))
+    if count < LEAST:
+        return {}
     compared = {}
     for what in every[0][0]:
-        times = [[seen.get(what, 0.0) for seen in runs] for runs in every]
+        times = [[seen.get(what, 0.0) for seen in each[:count]] for each in every]
         if min(map(min, times)) > 0:
-            old, new = ([math.log(ms) for ms in runs] for runs in times)
+            old, new = ([math.log(ms) for ms in each] for each in times)
             ratio = fmean(old) - fmean(new)
-            error = math.sqrt((variance(old) + variance(new)) / 2)
-            low, high = ratio - STUDENT * error, ratio + STUDENT * error
-            compared[what] = (math.exp(low), math.exp(high))
+            margin = STUDENT[count] * math.sqrt((variance(old) + variance(new)) / count)
+            compared[what] = (math.exp(ratio - margin), math.exp(ratio + margin))
     return compared
+
+
+def _steps(compared: Mapping[str, tuple[float, float]]) -> list[tuple[float, float]]:
+    """The step's interval, and the one by processor time if the first decides nothing."""
+    intervals = [compared[what] for what in ("step", "processor") if what in compared]
+    return intervals[: 1 if intervals and _decided(intervals[0]) else 2]
+
+
+def _decided(interval: tuple[float, float]) -> bool:
+    return not interval[0] <= 1 <= interval[1]
 
 
 def _times(seen: Mapping[str, Any]) -> dict[str, float]:
     families = {row["family"]: row["ms"] for row in seen["families"]}
-    return {**families, **({"step": seen["step_ms"]} if "step_ms" in seen else {})}
+    whole = {"step": seen.get("step_ms", 0.0)}
+    if seen["clock"] == ON_HOST:  # other programs take no time of ours there
+        whole["processor"] = seen.get("processor_ms", 0.0)
+    return families | whole
 
 
 def _mean(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -226,7 +247,7 @@ def _mean(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _range(interval: tuple[float, float]) -> str:
     words = "-".join(f"{ratio:.2f}" for ratio in interval)
-    return f"undecided: {words}" if interval[0] <= 1 <= interval[1] else words
+    return words if _decided(interval) else f"undecided: {words}"
 
 
 def _json(seen: Mapping[str, Any]) -> dict[str, Any]:

@@ -150,7 +150,7 @@ class _Trials:
             self.after, self.errors = self._compared(watched)
             if self.reference is not self.stock:
                 self.after, narrow = self._run(watched, self.stock)
-                if what := _mistaken(narrow, self._narrow_noise):
+                if what := self._mistaken(narrow, self._narrow_noise):
                     return f"{what} differs under autocast by more than itself"
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -162,6 +162,23 @@ class _Trials:
         if factor == float("inf"):
             return f"{what} differs altogether"
         return f"{what} is off by {factor:.2g} times what rounding explains" if factor > 1 else ""
+
+    def _mistaken(self, errors: Errors, noise: Errors) -> str:
+        """The first tensor that is off, in 16 bits, by more than its size and four times its noise:
+        a mistake, as another dtype is, or a NaN of one run alone. "" without one."""
+        pairs: dict[str, tuple[float, float]] = {"outputs": (errors.outputs, noise.outputs)}
+        for name, module in self.model.named_modules():
+            if id(module) in errors.layers:
+                pairs[name or "the model"] = (
+                    errors.layers[id(module)],
+                    noise.layers.get(id(module), 0.0),
+                )
+        for name, error in errors.gradients.items():
+            pairs[f"the gradient of {name}"] = error, noise.gradients.get(name, 0.0)
+        for what, (error, rounding) in pairs.items():
+            if not error <= max(1.0, 4 * rounding):
+                return what
+        return ""
 
     def _in_float64(self, watched: list[nn.Module], narrow: tuple[float, str]) -> tuple[float, str]:
         """The same with copies in float64: that rounding grows into large errors, as in the last
@@ -261,20 +278,6 @@ def excess(errors: Errors, noise: Errors) -> tuple[float, str]:
     for what, error, allowed in _limits(errors, noise):
         worst = max(worst, (error / allowed if math.isfinite(error) else math.inf, what))
     return worst
-
-
-def _mistaken(errors: Errors, noise: Errors) -> str:
-    """The first tensor that is off, in 16 bits, by more than its size and four times its noise: a
-    mistake, as another dtype is, or a NaN of one run alone. "" without one."""
-    pairs: dict[str, tuple[float, float]] = {"outputs": (errors.outputs, noise.outputs)}
-    for layer, error in errors.layers.items():
-        pairs[f"a layer ({len(pairs)})"] = error, noise.layers.get(layer, 0.0)
-    for name, error in errors.gradients.items():
-        pairs[f"the gradient of {name}"] = error, noise.gradients.get(name, 0.0)
-    for what, (error, rounding) in pairs.items():
-        if not error <= max(1.0, 4 * rounding):
-            return what
-    return ""
 
 
 def _is_doubtful(errors: Errors, noise: Errors, factor: float) -> bool:

@@ -105,6 +105,12 @@ class Reports(Options):
             for p, count in zip(plan.params, plan.sums[:, 0].unbind(), strict=True)
         ]
 
+    def _squares(self) -> Tensor | None:
+        """By parameter, the sum of squares of its unscaled gradient at the last step; None if it
+        was not measured, or on several devices."""
+        sums = [plan.sums for plan in self._last if plan.sums is not None]
+        return torch.cat(sums)[:, 1] if len({one.device for one in sums}) == 1 else None
+
     def _found_inf(self) -> dict[torch.device, Tensor]:
         """By device, 1 if the last step was skipped; for GradScaler.update."""
         skipped = [plan.store.last_step.skipped for plan in self._last[:1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,13 @@ def test_a_mistake_of_16_bits_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -
         report = fusedtrain.convert(model, x)
     assert not report.norms
     assert "differs under autocast" in report.left[0].reason
+
+
+def test_a_mistake_of_16_bits_names_the_layer() -> None:
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    errors = _proof.Errors(layers={id(model[0]): 0.1, id(model[1]): math.nan})
+    trials: Any = SimpleNamespace(model=model)
+    assert _trials._Trials._mistaken(trials, errors, _proof.Errors()) == "1"
 
 
 def test_a_model_in_16_bits_is_compared_in_float64() -> None:

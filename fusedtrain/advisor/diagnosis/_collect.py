@@ -30,7 +30,7 @@ from ._operators import Account
 from ._watch import OBSERVED, LoaderRecord, OptimizerRecord, Watch
 
 _ASSUMED = (9, 0)  # the capability of a GPU that is assumed
-_SLOW = 5.0  # seconds a step: a model is not run again, which takes about 20 steps
+_SLOW = 5.0  # seconds a step: a model is not run again, which takes about 50 steps
 _IN_PLACE = {
     "SiLU": "silu_", "Mish": "mish_", "Hardswish": "hardswish_", "Hardsigmoid": "hardsigmoid_",
     "Hardtanh": "hardtanh_", "ReLU6": "hardtanh_", "Threshold": "threshold_",
@@ -337,7 +337,14 @@ class _Model:
             return
         counts = attempt(lambda: _trials.fusable(self.module, example), (0, 0, 0, 0))
         if counts[0]:
-            facts.fusable.append(Fusable(type(self.module).__name__, self.site, *counts))
+            model = Fusable(type(self.module).__name__, self.site, *counts)
+            autocast = self.watch.calls.autocast.most_common(1)
+            dtype = getattr(torch, autocast[0][0]) if autocast else None
+            modes = dict.fromkeys(("store", model.saves_most))
+            model.passes = attempt(
+                lambda: _trials.pass_seconds(self.module, example, modes, dtype), {}
+            )
+            facts.fusable.append(model)
 
     def _depthwise(self, facts: Facts) -> None:
         if self.compiled or not is_measured(facts.device):

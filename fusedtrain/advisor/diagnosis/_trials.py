@@ -8,7 +8,7 @@ import functools
 import inspect
 import mmap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -16,16 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from ... import optim
+from ..._graph.example import arguments_of
 from ..._graph.state import duplicate
+from ..._graph.tracer import same_generators
+from ..._torch_private import pytree
 from ...conversion import ConversionReport, convert
 from ...folding import drop_redundant_bias, fold_frozen_norms
 from .._watch import parameters_of
+from ..bench.clock import Effort, cpu_clock, interleave, median_interval
 from ._facts import Timing
 from ._rules_optimizer import HAVE_FUSED
 
 _ROUNDS = 5
 _BUDGET = 2.0  # seconds for all optimizers
 _MOST = 1 << 30  # bytes of parameters that are copied
+_PASSES = Effort(min_rounds=6, max_rounds=20, seconds=0.5, sample_ns=5e6)
 _MAPPED = 8 << 20
 GPUS = ("cuda",)
 
@@ -208,6 +213,37 @@ def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int]:
     assert store is not None
     assert recompute is not None
     return changed, store.saved_before, store.saved_after, recompute.saved_after
+
+
+def pass_seconds(
+    model: nn.Module, example: Any, modes: Iterable[str], dtype: torch.dtype | None
+) -> dict[str, list[float]]:
+    """Times of forward and backward on copies, in turns, under autocast to `dtype`: as it is
+    ("now") and converted with each `memory`. The median, and the least gain that is sure: how many
+    times as long the stock model takes."""
+    first = next(model.parameters())
+    if sum(p.nbytes for p in model.parameters()) > _MOST:
+        return {}
+
+    def step(one: nn.Module) -> None:
+        arguments, named = arguments_of(example)
+        with torch.autocast(first.device.type, dtype, enabled=dtype is not None):
+            leaves = pytree.tree_leaves(one(*arguments, **named))
+        outputs = [t for t in leaves if isinstance(t, Tensor) and t.requires_grad]
+        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
+        one.zero_grad()
+        _done(first)
+
+    with same_generators():
+        steps = {"now": functools.partial(step, duplicate(model))}
+        for memory in modes:
+            copied = duplicate(model)
+            convert(copied, example, memory=memory)
+            steps[memory] = functools.partial(step, copied)
+        times = interleave(steps, cpu_clock, _PASSES)
+    gains = {name: [a / b for a, b in zip(times["now"], ns, strict=True)]
+             for name, ns in times.items()}  # fmt: skip
+    return {name: [median(ns) / 1e9, median_interval(gains[name])[0]] for name, ns in times.items()}
 
 
 def redundant_biases(model: nn.Module) -> set[str]:

@@ -1,0 +1,74 @@
+"""Gradients that are clipped while they are multiplied by the loss scale: a warning, once."""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._capture import is_capturing
+from .._graph.warning import level_outside
+from ..optim import FusedOptimizer
+from ._host_copy import HostCopy
+
+_STEPS, _WINDOWS = 4, 8  # consecutive steps that are judged, and how often at most
+_ALIKE, _DIFFERENT = 1e-5, 1e-3
+_LEAST_SCALE, _MOST_LIMIT = 1024.0, 100.0
+
+
+class ScaledClipping:
+    """Follows the first steps of one optimizer.
+
+    Step by step the norm of all scaled gradients is the same, to rounding, while the first
+    parameter's share of it varies: that is what clipping leaves. A small round number at a large
+    scale, as 0.5 at 65536, is no limit that somebody has multiplied by the scale.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: Any = None
+        self._rows: list[Tensor] = []  # norm, share, scale
+        self._copy: HostCopy | None = None
+        self._windows = _WINDOWS
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def look(self, optimizer: FusedOptimizer, scale: Tensor) -> None:
+        """To be called after a step that has unscaled the gradients itself."""
+        if not self._windows or is_capturing():
+            return
+        self._optimizer = self._optimizer or weakref.ref(optimizer)
+        if self._copy is None and self._optimizer() is optimizer:
+            squares = optimizer._squares()
+            if squares is not None:
+                norm, factor = squares.sum().sqrt(), scale.to(squares).reshape(())
+                self._rows.append(torch.stack([norm * factor, squares[0].sqrt() / norm, factor]))
+            if len(self._rows) == _STEPS:
+                self._copy, self._rows = HostCopy(torch.stack(self._rows)), []
+        if self._copy is not None and (rows := self._copy.numbers()) is not None:
+            self._copy = None
+            self._windows -= 1
+            self._judge(*zip(*rows, strict=True))
+
+    def _judge(self, norms: Any, shares: Any, scales: Any) -> None:
+        limit, scale = norms[-1], scales[-1]
+        if not all(map(math.isfinite, norms)) or _alike(shares, _DIFFERENT):
+            return  # these steps say nothing
+        self._windows = 0
+        is_small = min(scales) >= _LEAST_SCALE and limit <= _MOST_LIMIT
+        if is_small and _alike([*norms, float(f"{limit:.1e}")], _ALIKE):
+            warnings.warn(
+                f"GradScaler: the gradients were clipped to a norm of {limit:.3g} while they were "
+                f"multiplied by the loss scale, {scale:g}, so that {limit / scale:.2g} is left of "
+                "it: call scaler.unscale_(optimizer) before clip_grad_norm_, or let the optimizer "
+                f"clip: max_grad_norm={limit:.3g}",
+                stacklevel=level_outside(),
+            )
+
+
+def _alike(values: Any, tolerance: float) -> bool:
+    return bool(max(values) - min(values) <= tolerance * max(values))
