@@ -20,6 +20,9 @@ Nothing here is a measurement. `make gpu` prints measured bandwidth beside it.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import json
 import re
 import sys
 from collections import defaultdict
@@ -183,6 +186,35 @@ def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
     if step := speeds.get(("amp_step", "", "", "float32")):
         speeds |= {("amp_step", "", "", kind): part * step for kind, part in KINDS.items()}
     return speeds
+
+
+def _kept() -> Path:
+    """The file of the predictions for the library that is built."""
+    code = LIBRARY.read_bytes() if LIBRARY.exists() else b""
+    return ROOT / f"build/gpu/predictions-{hashlib.sha256(code).hexdigest()[:16]}.json"
+
+
+def keep_predictions() -> int:
+    """`make gpu-predictions`: computes and keeps them for all GPUs whose code the library has."""
+    if not LIBRARY.exists():
+        print(f"no predictions: {LIBRARY} is not built")
+        return 1
+    print("reading the machine code, about half a minute", flush=True)
+    speeds: dict[str, dict[str, float]] = {}
+    for gpu in GPUS:
+        with contextlib.suppress(LookupError):  # no code for its architecture
+            of_gpu = predictions(gpu.name, gpu.arch)
+            speeds[gpu.name.split()[0]] = {" ".join(kind): gb for kind, gb in of_gpu.items()}
+    _kept().parent.mkdir(parents=True, exist_ok=True)
+    _kept().write_text(json.dumps(speeds))
+    print(f"predictions for {', '.join(speeds)} are in {_kept()}")
+    return 0
+
+
+def kept_predictions(gpu: str) -> dict[str, float]:
+    """GB/s by family, op, pass and dtype in one string, if they were computed before."""
+    kept = json.loads(_kept().read_text()) if _kept().exists() else {}
+    return next((kept[word] for word in gpu.split() if word in kept), {})
 
 
 def too_few(predicted: Iterable[Prediction]) -> list[str]:

@@ -201,6 +201,8 @@ def main() -> int:
     if why := install(environment, kind):
         say(f"make {kind.target}: nothing is tested: {why}")
         return 0 if options.short else 1
+    for results in ("benchmarks/results", "build/gpu"):  # of earlier runs, which are no results
+        shutil.rmtree(copy / results, ignore_errors=True)
     copy_tree(copy)
     run = Run(environment / "bin" / "python", copy)
     if build(run, kind, options.short):
