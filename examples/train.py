@@ -39,10 +39,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 MAX_NORM = 1.0  # of all gradients
 WINDOW = 10  # steps whose mean losses are compared
 # Rounding changes a gradient by 0.00002 to 0.005 of its norm, a layer that is 5 % off by 0.05.
-# Equal gradients move weights equally, but for float32's last bits.
-GRADIENT_LIMIT, UPDATE_LIMIT = 0.04, 0.001
-LOSS_LIMIT = 0.1  # beside three times the control's distance
-
+# Equal gradients move weights equally, but for float32's last bits. Losses: beside the control's.
+GRADIENT_LIMIT, UPDATE_LIMIT, LOSS_LIMIT = 0.04, 0.001, 0.1
 Batch = tuple[Tensor, Tensor]
 Tensors = Sequence[Tensor]
 
@@ -84,10 +82,9 @@ def make_mode(
 ) -> Mode:
     """Stock, or with ``memory`` fusedtrain: another optimizer and scaler, and a converted model."""
     model, device, scaled = copy.deepcopy(base), images.device.type, dtype is torch.float16
-    optimizer: Callable[..., torch.optim.Optimizer]
     if memory:
         print(f"{name}: {fusedtrain.convert(model, images[:2], memory=memory)}\n", flush=True)
-        optimizer = partial(fusedtrain.optim.AdamW, max_grad_norm=MAX_NORM)
+        optimizer: Any = partial(fusedtrain.optim.AdamW, max_grad_norm=MAX_NORM)
         scaler: Any = fusedtrain.amp.GradScaler(device, enabled=scaled)
     else:
         # torch's fused AdamW ignores strides on the CPU: channels_last weights go wrong (2.13).
@@ -177,6 +174,7 @@ def probe(mode: Mode, batch: Batch, known: Tensors = ()) -> tuple[Tensors, Tenso
     """Float32 gradients of a batch, and how three steps on them (or known ones) move weights."""
     model = copy.deepcopy(mode.model)
     weights = list(model.parameters())
+    # TF32's rounding, amplified through a deep network, would hide an error of several percent.
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         loss = F.cross_entropy(model(batch[0]), batch[1])
         gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
@@ -236,47 +234,43 @@ def train(modes: Sequence[Mode], data: Batch, size: int, steps: int) -> None:
 def compare(args: argparse.Namespace) -> bool:
     """Trains, prints what was won, and returns whether the fused modes train as stock does."""
     print(f"EfficientNet-B0 on digits: {args.steps} steps of each mode, {args.dtype}", flush=True)
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
-    torch.manual_seed(args.seed)
+    device, dtype, size = torch.device(args.device), DTYPES[args.dtype], args.batch_size
+    torch.manual_seed(0)
     data, test = digits(device)
-    batch = data[0][: args.batch_size], data[1][: args.batch_size]
+    batch = data[0][:size], data[1][:size]
     base = efficientnet(10).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     shared = base, batch[0], dtype, args.lr
     stock, control = make_mode("stock", *shared), make_mode("control", *shared)
     with torch.no_grad():
-        next(w for w in control.model.parameters()).mul_(1 + torch.finfo(dtype).eps)
+        next(control.model.parameters()).mul_(1 + torch.finfo(dtype).eps)
     plain = make_mode("fusedtrain", *shared, memory="store")
     again = make_mode("fusedtrain, recompute", *shared, memory="recompute")
-    modes = stock, plain, again, control
-
-    passed = True
+    modes, passed = (stock, plain, again, control), True
     gradients, changes = probe(stock, batch)
     for mode in (plain, again):
         ours, moved = probe(mode, batch, gradients)
         passed &= check(f"{mode.name}, first gradient", worst(ours, gradients), GRADIENT_LIMIT)
         passed &= check(f"{mode.name}, three equal steps", worst(moved, changes), UPDATE_LIMIT)
     kept = {mode: kept_bytes(mode, batch) for mode in modes}
-    train(modes, data, args.batch_size, args.steps)
+    train(modes, data, size, args.steps)
     farthest = {mode: distance(mode, stock) for mode in modes}
     for mode in (plain, again):
-        limit = LOSS_LIMIT + 3 * farthest[control]
+        limit = LOSS_LIMIT + min(0.5, 3 * farthest[control])  # where stock tumbles, too: not open
         passed &= check(f"{mode.name}, mean losses of {WINDOW} steps", farthest[mode], limit)
 
     seconds = {m: statistics.median(m.seconds[min(3, len(m.seconds) // 2) :]) for m in modes}
     for mode in modes:
-        with torch.no_grad():
-            right = (mode.model.eval()(test[0]).argmax(1) == test[1]).float().mean()
+        right = (mode.model.eval()(test[0]).argmax(1) == test[1]).float().mean()
         print(f"{mode.name}: {seconds[mode] * 1e3:.1f} ms a step, {kept[mode] / 1e6:.1f} MB for "
               f"backward, test accuracy {right:.1%}")  # fmt: skip
     verdict = "the same to rounding" if passed else "NOT shown to be the same, see FAILED above"
     memory = [kept[mode] / kept[stock] for mode in (plain, again)]
-    time = [seconds[mode] / seconds[stock] for mode in (plain, again)]
-    fits = int(args.batch_size / memory[1])
+    times = [seconds[mode] / seconds[stock] for mode in (plain, again)]
     print(f"Losses: {verdict}; {farthest[plain]:.2g} from stock's at most, with recompute "
           f"{farthest[again]:.2g}; the control {farthest[control]:.2g}.")  # fmt: skip
     print(f"Memory: backward needs {memory[0]:.2f}x of stock's bytes, with recompute "
-          f"{memory[1]:.2f}x: about {fits} images fit where {args.batch_size} did.")  # fmt: skip
-    print(f"Time: a step takes {time[0]:.2f}x of stock's time, with recompute {time[1]:.2f}x.")
+          f"{memory[1]:.2f}x: about {size / memory[1]:.0f} images fit where {size} did.")  # fmt: skip
+    print(f"Time: a step takes {times[0]:.2f}x of stock's time, with recompute {times[1]:.2f}x.")
     return passed
 
 
@@ -287,7 +281,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, default=32, help="images of a step (%(default)s)")
     add("--dtype", choices=DTYPES, help="of autocast; float32: none (bfloat16, where it is fast)")
     add("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     args = parser.parse_args(argv)
     if args.steps < 1 or not 2 <= args.batch_size <= 1500 or not 0 < args.lr < math.inf:
         parser.error("--steps: from 1 on; --batch-size: 2 to 1500, the digits; --lr: above 0")
