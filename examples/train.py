@@ -269,7 +269,7 @@ def compare(args: argparse.Namespace) -> bool:
     print(f"Losses: {verdict}; {farthest[plain]:.2g} from stock's at most, with recompute "
           f"{farthest[again]:.2g}; the control {farthest[control]:.2g}.")  # fmt: skip
     print(f"Memory: backward needs {memory[0]:.2f}x of stock's bytes, with recompute "
-          f"{memory[1]:.2f}x: about {size / memory[1]:.0f} images fit where {size} did.")  # fmt: skip
+          f"{memory[1]:.2f}x: {size / memory[1]:.0f} images fit where {size} did.")  # fmt: skip
     print(f"Time: a step takes {times[0]:.2f}x of stock's time, with recompute {times[1]:.2f}x.")
     return passed
 

@@ -50,7 +50,7 @@ def test_the_last_three_lines_say_what_was_won(
     assert lines[0] == f"EfficientNet-B0 on digits: 2 steps of each mode, {dtype}"
     losses, memory, times = lines[-3:]
     assert losses.startswith("Losses: the same to rounding; ")
-    words = r"Memory: backward needs (\S+)x of .* (\S+)x: about (\d+) images fit where 8 did\."
+    words = r"Memory: backward needs (\S+)x of .* (\S+)x: (\d+) images fit where 8 did\."
     match = re.fullmatch(words, memory)
     assert match is not None, memory
     plain, again = float(match[1]), float(match[2])
@@ -59,17 +59,6 @@ def test_the_last_three_lines_say_what_was_won(
     assert int(match[3]) == pytest.approx(8 / again, rel=0.1)
     assert re.fullmatch(r"Time: a step takes \S+x of stock's time, .* \S+x\.", times)
     assert sum("ms a step" in line for line in lines) == 4
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] * ctx.factor, None
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, damage: Damage, first: int) -> None:
@@ -88,8 +77,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, damage: Damage, first: int) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda x: _ScaledGradient.apply(x, 1.05), id="5-percent"),
-        pytest.param(lambda x: _ScaledGradient.apply(x, -1.0), id="sign", marks=pytest.mark.slow),
+        pytest.param(lambda x: 1.05 * x - 0.05 * x.detach(), id="5-percent"),
+        pytest.param(lambda x: 2 * x.detach() - x, id="sign", marks=pytest.mark.slow),
         pytest.param(lambda x: x.detach(), id="no-gradient", marks=pytest.mark.slow),
         pytest.param(lambda x: x + 0.1 * x.relu(), id="forward", marks=pytest.mark.slow),
         pytest.param(lambda x: x * float("nan"), id="nan", marks=pytest.mark.slow),
