@@ -74,8 +74,10 @@ def digits(size: int = 32) -> Data:
     mean = pixels[:1500].mean((0, 2, 3)).view(3, 1, 1)
     images = (pixels - mean) / pixels[:1500].std((0, 2, 3)).view(3, 1, 1)
     labels = torch.from_numpy(bunch.target).long()
-    parts = (TensorDataset(images[part], labels[part]) for part in (slice(1500), slice(1500, None)))
-    return Data(*parts, 10)  # type: ignore[arg-type]
+    train, test = (
+        TensorDataset(images[part], labels[part]) for part in (slice(1500), slice(1500, None))
+    )
+    return Data(train, test, 10)  # type: ignore[arg-type]
 
 
 def _cifar10(root: Path) -> Data:
@@ -94,7 +96,7 @@ def _cifar10(root: Path) -> Data:
             "cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html into a "
             "folder and name it with --data-root"
         ) from error
-    return Data(*sets, 10)
+    return Data(sets[0], sets[1], 10)
 
 
 def _folder(root: Path, size: int) -> Data:
@@ -113,7 +115,7 @@ def _folder(root: Path, size: int) -> Data:
             f"--data folder:{root}: expected pictures in {root}/train/CLASS and {root}/test/CLASS "
             f"({error})"
         ) from error
-    return Data(*sets, len(sets[0].classes))
+    return Data(sets[0], sets[1], len(sets[0].classes))
 
 
 def first(images: Dataset[Batch], count: int | None) -> Dataset[Batch]:
