@@ -233,7 +233,7 @@ def train(modes: Sequence[Mode], data: Batch, size: int, steps: int) -> None:
 
 def compare(args: argparse.Namespace) -> bool:
     """Trains, prints what was won, and returns whether the fused modes train as stock does."""
-    print(f"EfficientNet-B0 on digits: {args.steps} steps a mode, {args.dtype}; converting", flush=True)
+    print(f"EfficientNet-B0 on digits: {args.steps} steps, {args.dtype}; converting", flush=True)
     device, dtype, size = torch.device(args.device), DTYPES[args.dtype], args.batch_size
     torch.manual_seed(0)
     data, test = digits(device)

@@ -47,7 +47,7 @@ def test_the_last_three_lines_say_what_was_won(
 ) -> None:
     status, lines = run(capsys, "--dtype", dtype)
     assert status == 0, lines
-    assert lines[0] == f"EfficientNet-B0 on digits: 2 steps a mode, {dtype}; converting"
+    assert lines[0] == f"EfficientNet-B0 on digits: 2 steps, {dtype}; converting"
     losses, memory, times = lines[-3:]
     assert losses.startswith("Losses: the same to rounding; ")
     words = r"Memory: backward needs (\S+)x of .* (\S+)x: (\d+) images fit where 8 did\."
