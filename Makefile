@@ -17,7 +17,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-train: kernels $(VENV)/.examples  ## train an EfficientNet-B0 on real images, stock beside fusedtrain (ARGS="--epochs 3 ...")
+train: kernels $(VENV)/.examples  ## train an EfficientNet-B0 on real images, stock beside fusedtrain (ARGS="--steps 200 ...")
 	$(PY) examples/train.py $(ARGS)
 
 test: build  ## a few cases of each test (ARGS="-k mish"; docs/testing.md)

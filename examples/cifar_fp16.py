@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedtrain
-from _train.fit import fit
-from _train.modes import World
-from _train.options import parsed, positive_float
-from _train.recipe import build, launch, load, memory_format, options
+from _epochs import World, build, fit, launch, load, memory_format, options, parsed, positive_float
 from fusedtrain.apex.fp16_utils import convert_network
 
 

@@ -19,10 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from _train.fit import fit
-from _train.modes import World
-from _train.options import parsed, positive_float
-from _train.recipe import build, launch, load, memory_format, options
+from _epochs import World, build, fit, launch, load, memory_format, options, parsed, positive_float
 from fusedtrain.apex.fp16_utils import (
     master_params_to_model_params,
     model_grads_to_master_grads,

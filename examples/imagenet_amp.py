@@ -19,10 +19,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedtrain
-from _train.fit import fit
-from _train.modes import World, autocast
-from _train.options import DTYPES, parsed
-from _train.recipe import build, launch, load, memory_format, options
+from _epochs import (
+    DTYPES,
+    World,
+    autocast,
+    build,
+    fit,
+    launch,
+    load,
+    memory_format,
+    options,
+    parsed,
+)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

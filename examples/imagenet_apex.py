@@ -19,10 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from _train.fit import fit
-from _train.modes import World
-from _train.options import parsed
-from _train.recipe import UsageError, build, launch, load, memory_format, options
+from _epochs import UsageError, World, build, fit, launch, load, memory_format, options, parsed
 from fusedtrain.apex import amp
 from fusedtrain.apex.optimizers import FusedSGD
 from fusedtrain.apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model

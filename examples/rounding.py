@@ -21,9 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from _train.data import load_data
-from _train.models import build_model
-from _train.tables import device_name
+from _data import digits, gather, small_resnet
+from fusedtrain.advisor.bench import clock
 
 BATCH = 32
 STOCK, OURS, CONTROL = "stock", "fusedtrain", "stock, one layer off by 1 ulp"
@@ -106,11 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/rounding.svg"))
     args = parser.parse_args(argv)
     torch.manual_seed(args.seed)
-    data = load_data("digits", Path("data"), args.seed)
-    order = torch.randperm(len(data.train)).split(BATCH)
-    batches = [data.train.__getitems__(order[i % len(order)].tolist()) for i in range(args.steps)]
-    losses = curves(build_model("resnet18", data.classes, args.width), batches, args.lr)
-    machine = f"{device_name('cpu')}, torch {torch.__version__}"
+    data = digits()
+    order = torch.randperm(len(data.train)).split(BATCH)  # type: ignore[arg-type]
+    batches = [gather(data.train, order[i % len(order)].tolist()) for i in range(args.steps)]
+    losses = curves(small_resnet("resnet18", data.classes, args.width), batches, args.lr)
+    threads = f"{torch.get_num_threads()} thread(s)"
+    machine = f"{clock.device_name('cpu')}, {threads}, torch {torch.__version__}"
     setting = f"ResNet-18, digits, float32, SGD, rate {args.lr:g}; {machine}"
     draw(losses, setting, args.output)
     for name, curve in losses.items():

@@ -26,24 +26,21 @@ from .recipes import RECIPES
 from .runs import Outcome, SoakError, run_pair
 from .training import PARTS, Training
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 _LEAST_SECONDS = 15.0  # of a pair
 
 
 def images(count: int = 1500) -> tuple[Tensor, Tensor, str]:
     """Images of 16 x 16 bytes, labels, and where they come from: real ones where there are some."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from _train.data import DEBIAN_FASHION_MNIST, DataError, load_data
-
-    name = "fashion-mnist" if DEBIAN_FASHION_MNIST.is_dir() else "digits"
     try:
-        data = load_data(name, DEBIAN_FASHION_MNIST, seed=0, image_size=16).train
-    except DataError:
+        from sklearn.datasets import load_digits
+    except ImportError:
         generator = torch.Generator().manual_seed(0)
         pixels = torch.randint(0, 256, (count, 1, 16, 16), dtype=torch.uint8, generator=generator)
         return pixels, torch.randint(0, 10, (count,), generator=generator), "random images"
-    pixels = torch.nn.functional.interpolate(data.pixels[:count].float(), size=(16, 16))
-    return pixels.byte(), data.labels[:count], name
+    bunch = load_digits()
+    small = torch.from_numpy(bunch.images[:count]).float()[:, None] * (255 / 16)
+    pixels = torch.nn.functional.interpolate(small, size=(16, 16), mode="bilinear").round()
+    return pixels.byte(), torch.from_numpy(bunch.target[:count]).long(), "digits"
 
 
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
