@@ -31,10 +31,10 @@ mutants: optimizer-mutants kernel-mutants  ## break the sources in one place at 
 occupancy: build  ## what the CUDA kernels can reach, predicted without a GPU (ARGS="-k pool --arch 90")
 	$(PY) tools/occupancy.py $(ARGS)
 
-optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB --shard 1/8")
+optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k lamb --seed 7")
 	$(PY) tools/mutants.py --only optimizer $(ARGS)
 
-kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --shard 1/4")
+kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --seed 7")
 	$(PY) tools/mutants.py --only triton cuda $(ARGS)
 
 soak: build  ## 10 minutes of training, killed and resumed: the same bits? (ARGS="--minutes 1 --seed 7")
