@@ -49,7 +49,7 @@ fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --
 conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": twice as many models again)
 	$(PY) -m pytest -n $(WORKERS) --cases all tests/conformance $(ARGS)
 
-lint: build  ## ruff, mypy, clang-format, the workflows (schemas, zizmor), the laws of the house
+lint: build  ## ruff, mypy, clang-format, import-linter, the workflows (schemas, zizmor), the laws of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -58,6 +58,7 @@ lint: build  ## ruff, mypy, clang-format, the workflows (schemas, zizmor), the l
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(PY) tools/laws.py
 
 format: build  ## let ruff and clang-format rewrite the sources

@@ -175,8 +175,8 @@ def compare(some: Sequence[Row], tolerance: float | None) -> list[Check]:
 def compare_beginnings(before: Row, today: Row, tolerance: float | None) -> list[Check]:
     """Before training has amplified anything, and while it begins to."""
     steps = min(EARLY_STEPS, len(today.losses))
-    first = max(map(_apart, today.losses[:FIRST_STEPS], before.losses[:FIRST_STEPS]))
-    early = _apart(sum(today.losses[:steps]), sum(before.losses[:steps]))
+    first = max(map(_difference, today.losses[:FIRST_STEPS], before.losses[:FIRST_STEPS]))
+    early = _difference(sum(today.losses[:steps]), sum(before.losses[:steps]))
     limit = FIRST_LOSSES if tolerance is None else tolerance
     return [
         Check(f"loss, first {FIRST_STEPS} steps: relative difference", first, limit),
@@ -184,7 +184,7 @@ def compare_beginnings(before: Row, today: Row, tolerance: float | None) -> list
     ]
 
 
-def _apart(loss: float, other: float) -> float:
+def _difference(loss: float, other: float) -> float:
     return abs(loss - other) / abs(other)
 
 
