@@ -31,10 +31,10 @@ mutants: optimizer-mutants kernel-mutants  ## break the sources in one place at 
 occupancy: build  ## what the CUDA kernels can reach, predicted without a GPU (ARGS="-k pool --arch 90")
 	$(PY) tools/occupancy.py $(ARGS)
 
-optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k LAMB --shard 1/8")
+optimizer-mutants: build  ## ... the optimizers' engine and rules (ARGS="-k lamb --seed 7")
 	$(PY) tools/mutants.py --only optimizer $(ARGS)
 
-kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --shard 1/4")
+kernel-mutants: build  ## ... the kernels (ARGS="--only triton -k pool --seed 7")
 	$(PY) tools/mutants.py --only triton cuda $(ARGS)
 
 soak: build  ## 10 minutes of training, killed and resumed: the same bits? (ARGS="--minutes 1 --seed 7")
@@ -49,7 +49,7 @@ fuzz: build  ## generated programs against plain torch (ARGS="--examples 2000 --
 conformance: build  ## functions, modules, optimizers, models against torch (ARGS="-m long": twice as many models again)
 	$(PY) -m pytest -n $(WORKERS) --cases all tests/conformance $(ARGS)
 
-lint: build  ## ruff, mypy, clang-format, the workflows (schemas, zizmor), the laws of the house
+lint: build  ## ruff, mypy, clang-format, import-linter, the workflows (schemas, zizmor), the laws of the house
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -58,6 +58,7 @@ lint: build  ## ruff, mypy, clang-format, the workflows (schemas, zizmor), the l
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*.yml))
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(PY) tools/laws.py
 
 format: build  ## let ruff and clang-format rewrite the sources

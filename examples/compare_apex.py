@@ -170,14 +170,14 @@ def compare(some: Sequence[Row], tolerance: float | None) -> list[Check]:
         before = by_name[row.reference]
         ours, theirs = row.losses, before.losses
         wrong = sum(not math.isfinite(loss) for loss in (*ours, *theirs))
-        firsts = [apart(*pair) for pair in zip(ours[:FIRST_STEPS], theirs[:FIRST_STEPS])]
+        firsts = [_difference(*pair) for pair in zip(ours[:FIRST_STEPS], theirs[:FIRST_STEPS])]
         early = min(EARLY_STEPS, len(ours))
         # Not the worst of the first 10 steps: with such small batches it is 0.04 to 0.18.
         held = [
             ("losses that are not finite", wrong, 0),
             (f"loss, first {FIRST_STEPS} steps: relative difference", max(firsts), limit),
             (f"loss, mean of the first {early} steps: relative difference",
-             apart(sum(ours[:early]), sum(theirs[:early])), EARLY_LOSS),
+             _difference(sum(ours[:early]), sum(theirs[:early])), EARLY_LOSS),
         ]  # fmt: skip
         if len(ours) >= STEPS_WITH_AN_END:
             chance = 2 * math.sqrt(2 * before.accuracy * (1 - before.accuracy) / row.test_images)
@@ -190,7 +190,7 @@ def compare(some: Sequence[Row], tolerance: float | None) -> list[Check]:
     return checks
 
 
-def apart(loss: float, other: float) -> float:
+def _difference(loss: float, other: float) -> float:
     return abs(loss - other) / abs(other)
 
 

@@ -11,11 +11,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
-
-_TIMES = "seconds.json"
 
 
 class Collected:
@@ -30,7 +28,6 @@ class Collected:
     ) -> None:
         """`modules` are imported once, for all runs."""
         self.log = tree / "collected.log"
-        self._killers: dict[str, list[str]] = {}  # the latest first
         to_child, requests = os.pipe()
         answers, to_parent = os.pipe()
         sys.stdout.flush()
@@ -60,18 +57,32 @@ class Collected:
             raise RuntimeError("the tests cannot be collected:\n" + self.log.read_text())
         return str(json.loads(answer))
 
-    def judge(self, about: str, files: Iterable[str], seconds: float) -> str:
-        """The same, with the tests first that noticed something `about` the same before."""
-        known = self._killers.setdefault(about, [])
-        killer = self.run(files, seconds, known)
-        if "::" in killer:
-            known[:] = [killer, *(k for k in known if k != killer)]
-        return killer
+    def judge(
+        self, tests_of: Callable[[Any], tuple[str, ...]], mutants: Any, seconds: float
+    ) -> Any:
+        """A function that runs the tests of a mutant, first those that noticed one of the same
+        tests before.
 
-    def usual(self, files: Iterable[str]) -> float:
-        """Processor time of these tests in the first run that passed, in seconds."""
-        taken = json.loads(self.log.with_name(_TIMES).read_text())
-        return sum(took for name, took in taken.items() if any(is_of(name, f) for f in files))
+        Raises:
+            RuntimeError: a test fails without a mutant.
+        """
+        limits, killers = {}, dict[tuple[str, ...], list[str]]()
+        for tests in sorted({tests_of(m) for m in mutants}):
+            began = time.monotonic()
+            if broken := self.run(tests, 20 * seconds):
+                raise RuntimeError(broken)
+            # A mutant may be slower, and so may be the machine.
+            limits[tests] = max(seconds, 4 * (time.monotonic() - began))
+
+        def judged(mutant: Any) -> str:
+            tests = tests_of(mutant)
+            known = killers.setdefault(tests, [])
+            killer = self.run(tests, limits[tests], known)
+            if "::" in killer:
+                known[:] = [killer, *(k for k in known if k != killer)]
+            return killer
+
+        return judged
 
     def close(self) -> None:
         self._requests.close()
@@ -108,9 +119,6 @@ def _serve(
         importlib.import_module(module)
     assert Path(fusedtrain.__file__).is_relative_to(tree)
 
-    # Processor time of each test in the first run that passed: a mutant may loop for ever.
-    taken = log.with_name(_TIMES)
-
     class Plugin:
         failed: IO[str] | None = None
 
@@ -136,15 +144,8 @@ def _serve(
                     limit = math.ceil(seconds)
                     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
                     self.failed = os.fdopen(writer, "w")
-                    known = json.loads(taken.read_text()) if taken.exists() else {}
-                    spent = {}
                     for item, following in zip(items, [*items[1:], None]):
-                        began, limit = time.process_time(), known.get(item.nodeid, seconds)
-                        signal.setitimer(signal.ITIMER_PROF, 3 * limit + 5)
                         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-                        spent[item.nodeid] = time.process_time() - began
-                    if not spent.keys() <= known.keys():
-                        taken.write_text(json.dumps(spent | known))
                     os._exit(0)
                 finally:
                     os._exit(70)
@@ -154,8 +155,6 @@ def _serve(
                 name = names.readline().strip() if status is not None else ""
             if status == 0:
                 return ""
-            if status == -signal.SIGPROF:
-                return "a test does not end"
             return name or (f"not done after {seconds:g} s" if status is None else f"exit {status}")
 
         def pytest_runtest_logreport(self, report: Any) -> None:

@@ -1,15 +1,21 @@
-"""A mutant: one place of a source, changed; and what makes and judges mutants of a language."""
+"""A mutant: one place of a source, changed. A comment marks an equivalent one where it stands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
-T = TypeVar("T")
-Key = tuple[str, str, str]
+from _test_files import located
+
+# `// equal (<= for <, times two #2): reason`, on the line or on a comment line above: these mutants
+# of the line change no result; #2 is the second of its sort. At a Python function it holds for all.
+_MARK = re.compile(r"(?://|#) equal \(([^()]+)\): \S")
+_COMMENT = re.compile(r"\s*(//|#)")
 
 
 @dataclass(frozen=True)
@@ -25,12 +31,7 @@ class Mutant:
     function: str  # or kernel
     before: str  # the lines that change, in one, without indentation
     after: str
-
-    @property
-    def key(self) -> Key:
-        """The key in tables of equivalents: file, function, the line as it becomes but for a
-        comment of Python's. No numbers of lines, which other changes move."""
-        return self.file, self.function, self.after.split(" # ")[0]
+    equal: bool = False
 
     @property
     def name(self) -> str:
@@ -58,36 +59,70 @@ def mutant(
     return Mutant(file, start, line, old, new, what, function, lines(old), lines(new))
 
 
-def of_shard(items: list[T], shard: str) -> list[T]:
-    """The i-th of n parts, which is i/n: every n-th item."""
-    index, count = (int(number) for number in shard.split("/"))
-    if not 1 <= index <= count:
-        raise SystemExit("--shard: i/n with i from 1 to n")
-    return items[index - 1 :: count]
+def _marks(lines: list[str]) -> dict[tuple[int, str], int]:
+    """Sorts marked as equal, by the line (from 1) for which a mark holds, and the mark's line."""
+    marks = {}
+    for at, line in enumerate(lines):
+        if match := _MARK.search(line):
+            held = at
+            while _COMMENT.match(lines[held]):
+                held += 1
+            marks.update({(held + 1, sort.strip()): at + 1 for sort in match[1].split(",")})
+    return marks
 
 
+def marked(
+    text: str, mutants: Iterable[Mutant], heads: dict[str, int] | None = None
+) -> list[Mutant]:
+    """The mutants of a source, those marked as equal among them. `heads`: lines of functions.
+
+    Raises:
+        ValueError: a mark for which no mutant is made.
+    """
+    marks = _marks(text.split("\n"))
+    unused, counts, made = dict(marks), Counter[tuple[int, str]](), []
+    for m in sorted(mutants, key=lambda m: m.offset):
+        counts[m.line, m.what] += 1
+        head = (heads or {}).get(m.function, 0)
+        keys = (m.line, m.what), (m.line, f"{m.what} #{counts[m.line, m.what]}"), (head, m.what)
+        for key in keys:
+            unused.pop(key, None)
+        made.append(replace(m, equal=any(key in marks for key in keys)))
+    if unused:
+        file = made[0].file if made else ""
+        raise ValueError(f"{file}: marks of mutants that are not made: {unused}")
+    return made
+
+
+def named(rows: str) -> list[str]:
+    """Tests by lines of `file: case case`, without their `test_`; a file alone is all its tests."""
+    tests = []
+    for row in filter(str.strip, rows.splitlines()):
+        file, _, cases = row.strip().partition(":")
+        tests += [f"test_{file}::test_{case}" for case in cases.split()] or [f"test_{file}"]
+    return [located(test) for test in tests]
+
+
+# The test that noticed a mutant, which has been written to the tree; "" for none.
 Judge = Callable[[Mutant], str]
+NO_MUTANT = "does not compile"
 
 
 class Kind(Protocol):
     """A module that makes mutants of one language, and judges them."""
 
-    # Mutants that change nothing that can be seen, and why.
-    EQUIVALENT: Mapping[Key, str]
-    # The options of pytest that select its tests.
-    CHOSEN: list[str]
+    CHOSEN: list[str]  # options of pytest that select its tests
 
     def mutants(self, root: Path) -> list[Mutant]:
         """All of them, in a fixed order."""
         ...
 
     def prepare(self, tree: Path, mutants: list[Mutant], seconds: float, ends: ExitStack) -> Judge:
-        """Builds the copy, runs the tests of the mutants on it without a mutant, and returns a
-        function: the test that noticed a mutant, which has been written to the tree; "" for none.
-        The function may modify what is built in the tree, but no source.
+        """Builds the copy and runs the tests of the mutants on it without a mutant. May modify what
+        is built in the tree, but no source.
 
         Args:
-            ends: ends what the function needs.
+            ends: ends what the judge needs.
 
         Raises:
             RuntimeError: the copy does not build, or a test fails without a mutant.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,32 +13,12 @@ def is_private(name: str) -> bool:
 
 
 def private_of_torch(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of every private name of torch that a file imports or reads."""
-    tree = ast.parse(path.read_text())
-    modules = {"torch"}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if _of_torch(alias.name):
-                    modules.add(alias.asname or "torch")
-                    if any(map(is_private, alias.name.split("."))):
-                        yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom) and not node.level and _of_torch(node.module or ""):
-            for alias in node.names:
-                name = f"{node.module}.{alias.name}"
-                modules.add(alias.asname or alias.name)
-                if any(map(is_private, name.split("."))):
-                    yield node.lineno, name
-    for node in ast.walk(tree):
-        # The innermost private attribute: torch._C of torch._C._autograd.
+    """Line and name of private attributes of torch; ruff sees those that are imported."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             base = ast.unparse(node.value)
-            if base.split(".")[0] in modules and not any(map(is_private, base.split("."))):
+            if re.fullmatch(r"(torch|nn|dist|Tensor)(\.[a-zA-Z]\w*)*", base):
                 yield node.lineno, f"{base}.{node.attr}"
-
-
-def _of_torch(module: str) -> bool:
-    return module.split(".")[0] == "torch"
 
 
 def private_across(package: Path, path: Path) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,5 @@
-"""The laws of the house that a search can check (CONTRIBUTING.md has them in words)."""
+"""The laws of the house that a search can check (CONTRIBUTING.md has them in words). Imports are
+checked by lint-imports, private imports from torch by ruff: pyproject.toml."""
 
 from __future__ import annotations
 
@@ -6,10 +7,8 @@ import ast
 import re
 import sys
 from collections.abc import Iterable
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from _imports import imports_of
 from _openings import cpp_openings, python_openings
 from _private import private_across, private_of_torch
 from _torch_names import OLDEST as OLDEST, newer_names
@@ -28,41 +27,6 @@ def forbid(pattern: str, files: list[Path], law: str) -> None:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.search(pattern, line.split("//")[0]):
                 FOUND.append(f"{path.relative_to(ROOT)}:{number}: {law}: {line.strip()}")
-
-
-# Packages and modules of fusedtrain/, from the ground up: each imports only those before it.
-FLOORS = (
-    "_version", "_text", "_broken_pipe", "_torch_private", "_capture", "_calls", "_recompute",
-    "reference", "triton", "_backends", "_graph", "ops", "functional", "nn", "optim", "amp", "apex",
-    "folding", "conversion", "integrations", "memory", "planning", "advisor", "__init__", "cli",
-    "__main__",
-)  # fmt: skip
-
-
-def forbid_upward(package: Path) -> None:
-    """Names the modules that import one of a higher floor, or that have no floor."""
-
-    def floor(module: str) -> int:
-        room = (module.split(".") + ["__init__"])[1]
-        if room not in FLOORS:
-            FOUND.append(f"each imports only those before it: FLOORS lacks {room}")
-            return len(FLOORS)
-        return FLOORS.index(room)
-
-    for module, imported in sorted(imports_of(package).items()):
-        for other in sorted(imported):
-            # Each imports the package itself, by importing anything in it.
-            if other != package.name and floor(other) > floor(module):
-                FOUND.append(f"each imports only those before it: {module} imports {other}")
-
-
-def forbid_circles(package: Path) -> None:
-    """Names the modules of the first circle."""
-    try:
-        TopologicalSorter(imports_of(package)).prepare()
-    except CycleError as error:
-        modules = ", ".join(sorted({*error.args[1]}))
-        FOUND.append(f"no import circle, imports within functions included: {modules}")
 
 
 def forbid_private_names(package: Path) -> None:
@@ -99,7 +63,9 @@ def forbid_long_files(root: Path) -> None:
 
 
 def bound_by(node: ast.AST) -> str:
-    """The variable, argument or attribute that a node of the syntax tree binds, or ""."""
+    """The name that a node of the syntax tree binds, or ""."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return node.name.lower()
     if isinstance(node, ast.arg):
         return node.arg
     if isinstance(node, ast.ExceptHandler):
@@ -230,7 +196,7 @@ def forbid_other_names(declared: set[str], sources: Iterable[str], twins: str) -
 
 def main() -> int:
     forbid(
-        r"\.is_cuda|\.is_cpu\b|device\.type\s*[!=]=",
+        r"\.is_cuda|\.is_cpu\b|device\.type\s*([!=]=|(not )?in [(\[{])",
         python("_backends/__init__.py", "_capture.py"),
         "the dispatcher is the only switch",
     )
@@ -263,9 +229,6 @@ def main() -> int:
     files = [CSRC / "formulas.h", CSRC / "channelwise_formulas.h"]
     formulas = "\n".join(path.read_text() for path in files)
     forbid(r"\bfor\s*\(|\bwhile\s*\(", files, "a formula knows no loop")
-
-    forbid_circles(PACKAGE)
-    forbid_upward(PACKAGE)
 
     forbid_private_names(PACKAGE)
     forbid_newer_names(ROOT)

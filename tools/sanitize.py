@@ -24,8 +24,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import _sanitized as sanitized
 from _planted import (
@@ -40,7 +40,6 @@ from _planted import (
 from _test_files import located
 
 LOGS = sanitized.BUILD / "logs"
-EVERY = 10.0  # seconds between two lines of progress
 KERNEL_TESTS = [
     located(f"test_{name}")
     for name in (
@@ -52,31 +51,14 @@ KERNEL_TESTS = [
 EMULATED_TESTS = KERNEL_TESTS + [located("test_cuda_batch_norm"), located("test_cuda_optimizers")]
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def stream(part: str, command: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
-    """Runs a command in the tree with its output in a log, a line of progress now and then."""
+def logged(part: str, command: list[str], env: dict[str, str]) -> tuple[int, list[str]]:
+    """Runs a command in the tree: its exit code, and its output, which is in a log, too."""
     LOGS.mkdir(parents=True, exist_ok=True)
     log = LOGS / f"{part.replace(' ', '-')}.log"
-    process = subprocess.Popen(
-        command, cwd=sanitized.TREE, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace",
-    )  # fmt: skip
-    assert process.stdout is not None
-    start = said = time.monotonic()
-    lines, done = [], 0
-    with log.open("w", buffering=1) as file:
-        for line in process.stdout:
-            file.write(line)
-            lines.append(line.rstrip("\n"))
-            done += bool(re.search(r"\b(PASSED|FAILED|SKIPPED|ERROR|XFAIL)\b.*tests/", line))
-            if time.monotonic() - said > EVERY:
-                said = time.monotonic()
-                count = f"{done} tests, " if done else ""
-                say(f"  {part}: {count}{said - start:.0f} s; {lines[-1][:100]}")
-    return process.wait(), lines
+    print(f"{part}: runs, output in {log}", flush=True)
+    with log.open("w") as file:
+        done = subprocess.run(command, cwd=sanitized.TREE, env=env, stdout=file, stderr=file)
+    return done.returncode, log.read_text(errors="replace").splitlines()
 
 
 def run_tests(
@@ -85,7 +67,7 @@ def run_tests(
     """pytest in the tree. A test whose process a sanitizer ends has failed; the others go on."""
     start = time.monotonic()
     # --capture=sys: what a sanitizer writes to stderr must outlive the process that it ends.
-    code, lines = stream(
+    code, lines = logged(
         part,
         [sys.executable, "-m", "pytest", *tests, "-v", "-k", chosen, "-n", str(workers),
          "--capture=sys", "-p", "no:cacheprovider", "-p", "_every_nth", "--every", str(every)],
@@ -135,11 +117,9 @@ def run_emulated(workers: int, every: int) -> Result:
 def run_fuzz(isa: str, examples: int, workers: int) -> Result:
     start = time.monotonic()
     part = f"fuzz {isa}"
-    if not (sanitized.TREE / "tests/fuzz").exists():
-        return Result(part, "", 0.0, ["tests/fuzz is not there: no generated case was run"])
     command = [sys.executable, "-m", "tests.fuzz", "--examples", str(examples), "--only", "ops"]
     command += ["--seed", "0", "--workers", str(workers)]
-    code, lines = stream(part, command, sanitized.environment(isa))
+    code, lines = logged(part, command, sanitized.environment(isa))
     wrong = reports(lines)
     if code != 0 and not wrong:
         said = [line for line in lines if line.startswith("Failed:")] or lines[-5:]
@@ -191,19 +171,14 @@ def instruction_sets(asked: set[str], short: bool) -> list[str]:
 
 def build(asked: set[str], isas: list[str]) -> None:
     """Both at a time: one unit of _C.so takes longer than all of its others."""
-    builds: dict[str, Callable[[], object]] = {}
-    if asked - {"faults", "emulated"}:
-        builds[f"_C.so ({', '.join(isas)})"] = lambda: sanitized.build_cpu(isas)
-    if "emulated" in asked:
-        builds["the emulated CUDA kernels"] = sanitized.build_emulator
-    start = time.monotonic()
+    print(f"building what {', '.join(sorted(asked))} need ({', '.join(isas)})", flush=True)
     with ThreadPoolExecutor() as pool:
-        running = {pool.submit(function): name for name, function in builds.items()}
-        while running:
-            say(f"building {' and '.join(running.values())}: {time.monotonic() - start:.0f} s")
-            for future in wait(running, timeout=EVERY, return_when=FIRST_COMPLETED).done:
-                del running[future]
-                future.result()
+        builds: list[Future[Any]] = (
+            [pool.submit(sanitized.build_cpu, isas)] if asked - {"faults", "emulated"} else []
+        )
+        builds += [pool.submit(sanitized.build_emulator)] if "emulated" in asked else []
+        for future in builds:
+            future.result()
 
 
 def run(options: argparse.Namespace) -> list[Result]:
@@ -215,9 +190,8 @@ def run(options: argparse.Namespace) -> list[Result]:
     def note(result: Result) -> Result:
         results.append(result)
         verdict = f"{len(result.wrong)} FAULTS" if result.wrong else "clean"
-        say(f"{result.part}: {result.ran or 'nothing ran'}, {verdict} ({result.seconds:.0f} s)")
-        for line in result.wrong:
-            say(f"    {line}")
+        print(f"{result.part}: {result.ran or 'nothing ran'}, {verdict} ({result.seconds:.0f} s)")
+        print("".join(f"    {line}\n" for line in result.wrong), end="", flush=True)
         return result
 
     if note(run_faults(sanitized.build_faults(sanitized.BUILD / "faults"))).wrong:
@@ -237,24 +211,16 @@ def run(options: argparse.Namespace) -> list[Result]:
 def main() -> int:
     options = chosen_parts()
     start = time.monotonic()
-    say(f"sanitize: {', '.join(options.only)}; logs in {LOGS}")
     try:
         results = run(options)
     except (sanitized.CannotRun, sanitized.setup_module().CannotBuild, OSError,
             subprocess.CalledProcessError) as reason:  # fmt: skip
-        say(f"sanitize: cannot run: {reason}")
+        print(f"sanitize: cannot run: {reason}")
         return 1
     wrong = sum(len(r.wrong) for r in results)
-    say(f"sanitize: {time.monotonic() - start:.0f} s with AddressSanitizer and UBSan")
-    for r in results:
-        say(f"  {r.part:<16} {r.ran or 'nothing ran'}: {'FAULTS' if r.wrong else 'clean'}")
-    ran, available = {r.part.split()[0] for r in results}, sanitized.machine_isas()
-    for part in [part for part in PARTS if part not in ran]:
-        lacks = part in sanitized.ISAS and part not in available
-        say(f"  {part:<16} not run{': this processor does not have it' if lacks else ''}")
-    if options.short:
-        say(f"  (--short: one instruction set, every {SHORT_EVERY}th case of each test)")
-    say(f"sanitize: {f'{wrong} faults found' if wrong else 'nothing found'}")
+    left = ", ".join(set(PARTS) - {r.part.split()[0] for r in results})
+    print(f"sanitize: {time.monotonic() - start:.0f} s; not run: {left or 'none'}")
+    print(f"sanitize: {f'{wrong} faults found' if wrong else 'nothing found'}")
     return 1 if wrong else 0
 
 

@@ -125,7 +125,7 @@ class Data:
         pairs = zip(tensors, self.norms, strict=True)
         return [t.half() if level == "O2" and not norm else t.clone() for t, norm in pairs]
 
-    def given(self, level: str) -> tuple[list[Tensor], list[Tensor]]:
+    def start(self, level: str) -> tuple[list[Tensor], list[Tensor]]:
         """Scaled gradients as a backward pass leaves them, and copies to restore them from."""
         if level not in self._gradients:
             kept = self.low(level, [g * self.scale for g in self.grads])
@@ -164,7 +164,7 @@ def contestant(
     if who == "fusedtrain":
         return _through_amp(level, rule, job, data, options)
     if who in (OWN, INSIDE):
-        return _own(level, rule, job, data, options, inside=who == INSIDE)
+        return _fused(level, rule, job, data, options, inside=who == INSIDE)
     return _torchs(who, rule, job, data, options)
 
 
@@ -179,7 +179,7 @@ def _through_amp(
             model, optimizer, opt_level=level, max_loss_scale=data.scale
         )
     params = list(model.parameters())
-    grads, kept = data.given(level)
+    grads, kept = data.start(level)
     loss = torch.ones((), device=data.device)
 
     def call() -> None:
@@ -196,12 +196,12 @@ def _through_amp(
     )  # fmt: skip
 
 
-def _own(
+def _fused(
     level: str, rule: Rule, job: str, data: Data, options: dict[str, Any], *, inside: bool
 ) -> Contestant:
     """fusedtrain's optimizer and GradScaler."""
     params: list[Tensor] = [nn.Parameter(value) for value in data.low(level, data.values)]
-    grads, kept = data.given(level)
+    grads, kept = data.start(level)
     if level == "O2":
         options = {**options, "master_weights": True, "state_dtype": torch.float32}
     if inside:
@@ -220,7 +220,7 @@ def _torchs(who: str, rule: Rule, job: str, data: Data, options: dict[str, Any])
     """torch's optimizer and GradScaler in float32; as "masters" behind a float16 model, by hand."""
     level = "O2" if who == "masters" else "O1"
     params: list[Tensor] = [nn.Parameter(value) for value in data.low(level, data.values)]
-    grads, kept = data.given(level)
+    grads, kept = data.start(level)
     pairs = [(nn.Parameter(v.clone()), p) for v, p in zip(data.values, params, strict=True)
              if p.dtype == torch.float16]  # fmt: skip
     low = [p for _, p in pairs]

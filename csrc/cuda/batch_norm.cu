@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for_segments<1, kLanes>(w, columns, [&](int segment, int of_segment, const T(&sums)[1]) {
     const T mean = sums[0] / T((vectors < threads ? vectors : threads) * of_segment);
     // The mean of infinite x is infinite, but x - inf would be nan.
+    // equal (< for <=): the bound less 1 is rounded to the bound
     shifts[segment] = formulas::math::abs(mean) <= formulas::Constants<T>::kHuge ? mean : T(0);
   });
   __syncthreads();
@@ -87,10 +88,12 @@ template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_statistics_kernel(Walk w, const double* shares, BatchNormStatistics s, T* mean, T* invstd,
                             double count) {
+  // equal (- for +, the next thread): lanes, or blocks, only change places
   const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + threadIdx.x % kMergeChannels;
   double a = 0, b = 0, shift = 0;
   if (channel < w.channels && w.groups > 0) {
     shift = shares[channel + channel * w.of_channel.value / w.block_columns];
+    // equal (< for <=): the bound less 1 is rounded to the bound
     if (!(formulas::math::abs(shift) <= formulas::Constants<double>::kHuge)) shift = 0;
     for_shares(w, channel, [&](int64_t at, int64_t group, int columns) {
       const double n = in_share(w, group, columns), d = shares[at] - shift;

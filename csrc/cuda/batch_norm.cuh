@@ -134,7 +134,7 @@ template <int kBatch, class Loaded, class S, int kLanes, class F>
 __device__ __forceinline__ void for_vectors(const Walk& w, const Tensors<S>& t, Position<kLanes>& p,
                                             F f) {
 #pragma unroll 1
-  for (; p.left > 0; p.left -= kBatch) {
+  for (; p.left > 0; p.left -= kBatch) {  // equal (>= for >): nothing lies beyond the last element
     Loaded loaded[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)

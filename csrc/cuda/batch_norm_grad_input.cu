@@ -69,6 +69,7 @@ void grad_input(const BatchNorm& call, const BatchNormBackward& b, void* stream)
     t.out = static_cast<S*>(b.grad_input);
     Walk w = t.walk(n);
     w.adjacent &= aligned(b.averages);
+    // equal (times two): blocks beyond the last group do nothing
     launch(kernel_of<GradInput, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
            chosen<S>(n.op, n.parameters), w, t, b.averages, 1.0 / b.count);
   });

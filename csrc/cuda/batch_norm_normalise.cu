@@ -41,6 +41,7 @@ __device__ __forceinline__ float inverse_deviation(float variance, const Running
   error = fmaf(-fmaf(sum, guess, -root), guess, error);
   error = fmaf(-rest * guess, guess, error);
   // For 0 and infinity the guess is right, and the error nan.
+  // equal (<= for <): the error is 1e-7 or NaN
   return formulas::math::abs(error) < 1.0f ? fmaf(0.5f * guess, error, guess) : guess;
 }
 __device__ __forceinline__ double inverse_deviation(double variance,
@@ -105,6 +106,7 @@ void normalise(const BatchNorm& n, const BatchNormStatistics* s, const BatchNorm
       t.invstd = static_cast<const T*>(s->running_var);
     }
     const Walk w = t.walk(n);
+    // equal (times two): blocks beyond the last group do nothing
     launch(kernel_of<Normalise, S>(n.op, w.wide), w.parts.value * w.groups, kThreads, stream, 0,
            chosen<S>(n.op, n.parameters), w, t, running);
   });

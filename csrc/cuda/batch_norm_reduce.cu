@@ -46,6 +46,7 @@ template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_sums_kernel(Walk w, const double* shares, const T* invstd, double* sums, T* grad_weight,
                       T* grad_bias) {
+  // equal (- for +, the next thread): lanes, or blocks, only change places
   const int64_t channel = int64_t(blockIdx.x) * kMergeChannels + threadIdx.x % kMergeChannels;
   double a = 0, b = 0;
   if (channel < w.channels) {

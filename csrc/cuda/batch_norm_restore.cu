@@ -54,6 +54,7 @@ void restore(const BatchNorm& n, const BatchNormRestore& r, void* stream) {
     auto* kernel = &restore_kernel<S, false>;
     if constexpr (sizeof(S) < 8)
       if (w.wide) kernel = &restore_kernel<S, true>;
+    // equal (times two): blocks beyond the last group do nothing
     launch(kernel, w.parts.value * w.groups, kThreads, stream, 0, w, t, T(1) / T(r.slope),
            T(r.largest));
   });

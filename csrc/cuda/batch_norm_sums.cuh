@@ -26,7 +26,7 @@ __device__ __forceinline__ void gather(T (&lane)[kLanes], int across, Columns<T,
     for (int k = 0; k < kLanes; ++k) lane[k] += __shfl_down_sync(0xffffffffu, lane[k], offset);
   }
   const int in_warp = threadIdx.x % kWarp;
-  if (in_warp < across) {
+  if (in_warp < across) {  // equal (<= for <): nobody reads the column beyond the block's
 #pragma unroll
     for (int k = 0; k < kLanes; ++k) columns[threadIdx.x / kWarp][in_warp * kLanes + k] = lane[k];
   }
@@ -79,6 +79,7 @@ __device__ __forceinline__ void for_segments(const Walk& w, Columns<T, kLanes>* 
 __host__ __device__ __forceinline__ int64_t share_width(const Walk& w) {
   return w.parts.value + w.channels;
 }
+// equal (times two #1): the workspace only gets larger
 inline int64_t shares_of(const Walk& w) { return 2 * w.groups * share_width(w); }
 
 // Where a block leaves the first number of its share of a segment.
@@ -121,6 +122,7 @@ __device__ __forceinline__ void for_shares(const Walk& w, int64_t channel, F f) 
   const int64_t part = first / w.block_columns, parts = (end - 1) / w.block_columns - part + 1;
   const uint32_t count = uint32_t(w.groups * parts);  // at most the blocks of the grid
 #pragma unroll 4
+  // equal (-= for +=): 65 shares need more multiprocessors than the emulator's two
   for (uint32_t i = threadIdx.x / kMergeChannels; i < count; i += kMergeThreads / kMergeChannels) {
     const int64_t group = i / uint32_t(parts), p = part + i - group * parts;
     const int64_t from = p * w.block_columns.value, to = from + w.block_columns.value;

@@ -34,7 +34,9 @@ struct Divisor {
 
   Divisor() = default;
   explicit Divisor(int64_t value) : value(value), shift(0) {
+    // equal (<= for <): the quotient is exact below 2^61 all the same
     while (int64_t(1) << shift < value) ++shift;
+    // equal (+ for -): the quotient is exact below 2^61 all the same
     magic = uint64_t((((unsigned __int128)(1) << (62 + shift)) + value - 1) / value);
   }
 };
@@ -64,8 +66,10 @@ struct Walk {
 // Lines side by side in a block: enough for whole cache lines, few of them left over.
 inline int across_for(int64_t lines, int fewest) {
   int best = 1;
-  while (best < kWarp && best < lines) best *= 2;
+  while (best < kWarp && best < lines) best *= 2;  // equal (never): the speed alone changes
+  // equal (> for >=): the speed alone changes
   for (int fewer = best / 2; fewer >= fewest; fewer /= 2)
+    // equal (times two #1): the speed alone changes
     if (ceil_div(lines, fewer) * fewer < ceil_div(lines, best) * best) best = fewer;
   return best;
 }
@@ -75,6 +79,7 @@ inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned) {
   Walk w = {};
   const int64_t pitch = n.channels * n.inner;
   w.wide = aligned && n.inner % lanes == 0;
+  // equal (<= for <, >= for >): the speed alone changes
   bool columns = n.channels > 1 && n.inner / (w.wide ? lanes : 1) < kWarp;
   // Columns may also be the way to whole vectors. Fewer rows leave most threads without one.
   columns |= aligned && !w.wide && pitch % lanes == 0 && n.rows >= 2 * kFewestVectors;

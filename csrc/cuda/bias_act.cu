@@ -157,6 +157,7 @@ void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
     a = call.grad, b = call.saved, c = call.grad_input;
   }
   // Any formula in vectors of eight would spill two registers.
+  // equal (one more): the speed alone changes
   const bool may_be_wide = (sizeof(S) == 4 || is_common(call.op)) &&
                            aligned(static_cast<const char*>(a), static_cast<const char*>(b),
                                    static_cast<const char*>(c));

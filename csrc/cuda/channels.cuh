@@ -36,7 +36,9 @@ Plan plan_for(const Channels& c, bool aligned, int together) {
   Plan plan;
   constexpr int kLanes = Vec<S>::kLanes;
   const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
+  // equal (<= for <): pointers of doubles count as not aligned
   plan.wide = aligned && c.inner % kLanes == 0 && sizeof(S) < 8;
+  // equal (>= for >): the speed alone changes
   plan.columns = c.inner / (plan.wide ? kLanes : 1) < kWarp && c.channels > 1;
   int64_t steps;
   if (plan.columns) {
@@ -105,6 +107,7 @@ __global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims
   using V = Vec<S, kWide>;
   using T = typename V::T;
   const int64_t parts = c.samples * c.channels;
+  // equal (the next block #1): lanes, or blocks, only change places
   const int64_t part = blockIdx.x % parts, group = blockIdx.x / parts;
   const int64_t sample = part / c.channels, channel = part - sample * c.channels;
   const int64_t each = c.inner / V::kLanes;
@@ -121,6 +124,7 @@ __global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims
   int64_t k = group * per_group + threadIdx.x, i = k % each;
   const int64_t rows = kThreads / each, rest = kThreads % each, row_size = c.channels * c.inner;
   int64_t place = ((sample * c.rows + k / each) * c.channels + channel) * c.inner + i * V::kLanes;
+  // equal (<= for <): nothing lies beyond the last element
   for (; k < last; k += kThreads * kTogether<Job>) {
     int64_t at[kTogether<Job>];
 #pragma unroll
@@ -154,8 +158,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t columns = c.channels * c.inner;
   const int64_t across = (columns + kWarp * V::kLanes - 1) / (kWarp * V::kLanes);
   const int64_t parts = c.samples * across;
+  // equal (the next block #1): lanes, or blocks, only change places
   const int64_t part = blockIdx.x % parts, group = blockIdx.x / parts;
   const int64_t sample = part / across;
+  // equal (the next thread #1): lanes, or blocks, only change places
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t column = ((part - sample * across) * kWarp + lane) * V::kLanes;
   const bool exists = column < columns;
@@ -183,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int l = 0; l < V::kLanes; ++l) scratch[warp][l * kWarp + lane] = sum[l];
     __syncthreads();
-    if (warp == 0 && exists) {
+    if (warp == 0 && exists) {  // equal (one more): any one thread, or warp, will do
 #pragma unroll
       for (int l = 0; l < V::kLanes; ++l) {
         T total = T(0);

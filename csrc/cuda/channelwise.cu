@@ -39,6 +39,7 @@ Plan plan_for(int64_t rows, int64_t channels, int64_t inner, bool aligned) {
   const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
   constexpr int kLanes = Vec<S>::kLanes;
   plan.wide = aligned && inner % kLanes == 0;
+  // equal (<= for <, >= for >): the speed alone changes
   plan.columns = inner / (plan.wide ? kLanes : 1) < kWarp && channels > 1;
   int64_t steps;
   if (plan.columns) {
@@ -114,7 +115,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   constexpr int kSegment = kWarp * kVecs<S> * V::kLanes;
+  // equal (the next block #1): lanes, or blocks, only change places
   const int64_t channel = blockIdx.x % channels, group = blockIdx.x / channels;
+  // equal (the next thread #1): lanes, or blocks, only change places
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t pieces = (inner + kSegment - 1) / kSegment;
   int64_t last = (group + 1) * per_group;
@@ -162,6 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t columns = channels * inner;
   const int64_t parts = (columns + kWarp * V::kLanes - 1) / (kWarp * V::kLanes);
   const int64_t group = blockIdx.x / parts;
+  // equal (the next thread #1): lanes, or blocks, only change places
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t column = (blockIdx.x % parts * kWarp + lane) * V::kLanes;
   const bool exists = column < columns;

@@ -220,6 +220,7 @@ struct Thread {
     if constexpr (kWide) {
       const I slots = kThreads / w.lanes, slot = I(threadIdx.x) / w.lanes;
       lane = I(threadIdx.x) - slot * w.lanes;
+      // equal (the next block): lanes, or blocks, only change places
       group = I(blockIdx.x) % w.groups;
       at = I(blockIdx.x) / w.groups * slots + slot;
       exists = slot < slots && at < w.count && group * w.lanes + lane < w.vectors;
@@ -240,6 +241,7 @@ int64_t wide_lanes(const DepthwiseSums& call) {
   constexpr int64_t kMost = 16, kShared = 48 << 10, kBytes = 16;
   const bool fits = call.last && call.multiplier == 1 && call.channels % Vec<S>::kLanes == 0 &&
                     aligned(static_cast<const char*>(call.from), static_cast<char*>(call.to));
+  // equal (times two): the speed alone changes
   const int64_t room = kShared / (kBytes * call.taps());
   if (!fits || room == 0) return 0;
   const int64_t vectors = call.channels / Vec<S>::kLanes;
@@ -251,6 +253,7 @@ template <class S, class I>
 void launch_walk(void (*narrow)(Walk<I>), int narrow_rows, void (*wide)(Walk<I>), int wide_rows,
                  const DepthwiseSums& call, void* stream) {
   const int64_t lanes = wide_lanes<S>(call);
+  // equal (>= for >): the speed alone changes
   Walk<I> w(call, lanes > 0 ? wide_rows : narrow_rows);
   if (lanes == 0) {
     w.count *= w.channels;
@@ -260,6 +263,7 @@ void launch_walk(void (*narrow)(Walk<I>), int narrow_rows, void (*wide)(Walk<I>)
   w.lanes = I(lanes);
   w.vectors = I(call.channels / Vec<S>::kLanes);
   w.groups = I(ceil_div(w.vectors, lanes));
+  // equal (times two): blocks beyond the last group do nothing
   launch(wide, ceil_div(w.count, kThreads / lanes) * w.groups, kThreads, stream,
          size_t(16 * lanes * call.taps()), w);
 }
@@ -267,11 +271,13 @@ void launch_walk(void (*narrow)(Walk<I>), int narrow_rows, void (*wide)(Walk<I>)
 // Whether positions, also those that lie in the padding, fit into 32 bits.
 inline bool is_small(const Depthwise& call) {
   constexpr int64_t kMost = int64_t(1) << 29;
+  // equal (<= for <, times two #1): the speed alone changes
   bool small = call.samples * call.channels * call.inputs() < kMost &&
                call.samples * call.out_channels() * call.outputs() < kMost &&
                call.out_channels() * call.taps() < kMost;
   for (int d = 0; d < 3; ++d)
     small = small && call.stride[d] < kMost && call.dilation[d] < kMost &&
+            // equal (+ for -, times two): the speed alone changes
             (call.kernel[d] - 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&
             call.out[d] * call.stride[d] < kMost;
   return small;

@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) strips_kernel(const Walk<in
       if constexpr (kKnown<kTaps>) {
 #pragma unroll(kTaps* kStride == 3 && !(kWide && kBackward) ? 3 : 1)
         for (int x = 0; x < P::kColumns; ++x) {
+          // equal (>= for >): a stride of 1 sees all columns of the kernel
           if (kBackward && kStride > 1 && columns.tap + x * kStride >= kTaps) break;
           add_column<P>(w, weights, from, depth, first_row,
                         columns.source + x * columns.source_step,
@@ -154,10 +155,12 @@ void run(const DepthwiseSums& call, void* stream) {
 
 bool depthwise_strips(const DepthwiseSums& call, void* stream) {
   const int64_t stride = call.stride[1], size = call.kernel[1];
+  // equal (>= for >): the speed alone changes
   if (!is_small(call) || call.dtype == Dtype::kFloat64 || call.dilation[1] != 1 || stride > 2)
     return false;
   const bool square = call.kernel[2] == size && call.stride[2] == stride && call.dilation[2] == 1;
   const bool known = square && (size == 3 || size == 5 || size == 7);
+  // equal (<= for <): the speed alone changes
   if (!known && (stride != 1 || size < 4)) return false;
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;

@@ -54,7 +54,7 @@ struct WeightWalk {
     w.multiplier = I(call.multiplier);
     w.channels = I(call.out_channels());
     w.in_channels = I(call.channels);
-    for (int d = 0; d < 3; ++d) {
+    for (int d = 0; d < 3; ++d) {  // equal (<= for <): an overrun that AddressSanitizer sees
       w.in[d] = I(call.in[d]);
       w.out[d] = I(call.out[d]);
       w.kernel[d] = I(call.kernel[d]);
@@ -127,6 +127,7 @@ __device__ __forceinline__ void add_steps(const WeightWalk<I>& w, I first, I end
 #pragma unroll
     for (int j = 0; j < K::kColumns; ++j) {
       const I place = column * w.stride[2] - w.pad[2] + (column_tap + j) * w.dilation[2];
+      // equal (> for >=): nobody reads the column beyond the block's
       if (column_tap + j >= w.kernel[2] || !within(place, w.in[2])) continue;
       Packed<S, V::kIsWide> packed[K::kSources];
 #pragma unroll
@@ -156,6 +157,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   using V = Vec<S, K::kWide>;
   using T = typename V::T;
   constexpr int kSums = K::kTaps * K::kColumns;
+  // equal (the next block #1): lanes, or blocks, only change places
   const I part = I(blockIdx.x) % w.parts, group = I(blockIdx.x) / w.parts;
   const I slot = I(threadIdx.x) / w.units, unit = I(threadIdx.x) - slot * w.units;
   const I tap_unit = unit / w.lanes, tap_part = part / w.channel_parts;
@@ -188,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   __shared__ T scratch[(kSums + 1) * kWarps > kThreads * V::kLanes ? (kSums + 1) * kWarps
                                                                    : kThreads * V::kLanes];
   if (!K::kWide && w.units == 1) {
+    // equal (the next thread #2): only lane 0 of a warp writes
     const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
 #pragma unroll
     for (int i = 0; i <= kSums; ++i) {
@@ -225,11 +228,13 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <class F>
 void with_kernel(const DepthwiseBackward& call, const F& f) {
   const int64_t size = call.kernel[1], stride = call.stride[1];
+  // equal (< for <=): the speed alone changes
   bool known = is_small(call) && call.grad_weight != nullptr && stride <= 2 &&
                (size == 3 || size == 5 || size == 7) && call.dilation[1] == 1;
   known = known && call.kernel[2] == size;
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
+    // equal (never #1): the speed alone changes
     const bool wide = call.last && call.multiplier == 1 && call.channels % Vec<S>::kLanes == 0 &&
                       aligned(static_cast<const char*>(call.grad),
                               static_cast<const char*>(call.grad_weight ? call.x : nullptr));
@@ -259,11 +264,12 @@ void with_kernel(const DepthwiseBackward& call, const F& f) {
 
 int64_t depthwise_workspace(const DepthwiseBackward& call) {
   int64_t count = 0;
+  // equal (never): the workspace only gets larger
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return count;
   with_kernel(call, [&](auto stored, auto index, auto shape) {
     using Walk = WeightWalk<decltype(index)>;
     const Walk w = Walk::template make<decltype(stored)>(call, shape);
-    count = w.groups * w.numbers;
+    count = w.groups * w.numbers;  // equal (times two): the workspace only gets larger
   });
   return count;
 }

@@ -19,6 +19,8 @@ struct Divisor {
     int bits = 0;
     while ((int64_t(1) << bits) < number) ++bits;
     shift = 31 + bits;
+    // equal (<= for <): numbers above 2^31 are divided without the factor
+    // equal (+ for -): the quotient is exact below 2^30; is_small() bounds it
     if (bits < 32) factor = uint32_t(((uint64_t(1) << shift) + number - 1) / number);
   }
   __device__ __forceinline__ I quotient(I n) const {

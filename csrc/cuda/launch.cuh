@@ -63,6 +63,7 @@ inline int multiprocessors() {
   static std::atomic<int> known[kDevices];
   int device = 0, count = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
+  // equal (<= for <): a machine would need 65 GPUs
   if (device < kDevices) count = known[device].load(std::memory_order_relaxed);
   if (count == 0) {
     check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),

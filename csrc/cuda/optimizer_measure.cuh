@@ -17,7 +17,7 @@ constexpr int kSmallUnits = 4 * kSweepWarps;  // of a chunk
 
 // Units that a block takes.
 __host__ __device__ __forceinline__ int64_t units_of_chunk(int64_t numel, int64_t units) {
-  return numel / units < kLargeUnit ? kSmallUnits : 1;
+  return numel / units < kLargeUnit ? kSmallUnits : 1;  // equal (<= for <): the speed alone changes
 }
 
 struct Measure {
@@ -32,7 +32,10 @@ struct Measure {
       // no non-finite part either.
       float sum = 0;
 #pragma unroll
+      // equal (-= for +=): the speed alone changes
       for (int k = 0; k < kCount; ++k) sum += x[k] * x[k];
+      // equal (< for <=): the bound less 1 is rounded to the bound
+      // equal (never): the speed alone changes
       if (sum > 1e-30f && sum <= FLT_MAX) {
         squares += double(sum);
         return;
@@ -63,6 +66,7 @@ __device__ __forceinline__ void measure(const Source& s, int n, bool wide, T fac
       int i = 4 * thread;
       rest = n & ~3;
 #pragma unroll 1
+      // equal (+ for -): the speed alone changes
       for (; i + (kLoads - 1) * step < rest; i += kLoads * step) {
         Loaded<T, 4> loaded[kLoads];
 #pragma unroll
@@ -137,9 +141,10 @@ __global__ void __launch_bounds__(kSweepThreads, 3)
   const int64_t in_chunk = units_of_chunk(t.numel, t.units), first = chunk.number * in_chunk;
   const bool large = in_chunk == 1;
   const int team = large ? kSweepThreads : kWarp, thread = threadIdx.x % team;
+  // equal (<= for <): equal sides have equal results
   const int64_t last = first + in_chunk < t.units ? first + in_chunk : t.units;
   const T factor = T(unscale(sweep.scale));
-  const bool wide = t.wide && t.inner % 4 == 0;
+  const bool wide = t.wide && t.inner % 4 == 0;  // equal (never): the speed alone changes
   __shared__ double scratch[kTensorSums][kSweepWarps];
 
   double total[kPartials] = {};

@@ -66,6 +66,7 @@ struct Workspace {
     };
     verdict = reinterpret_cast<Verdict*>(take(sizeof(Verdict) / sizeof(double)));
     coefficients =
+        // equal (times two): the workspace only gets larger
         reinterpret_cast<Coefficients*>(take(count * sizeof(Coefficients) / sizeof(double)));
     moments = take(count);  // two floats each
     clipped = plan.by_unit ? take(count) : nullptr;
@@ -76,6 +77,7 @@ struct Workspace {
 };
 
 bool aligned(const void* data, Dtype dtype) {
+  // equal (times two): the speed alone changes
   return dtype != Dtype::kFloat64 && reinterpret_cast<uintptr_t>(data) % (4 * bytes_of(dtype)) == 0;
 }
 
@@ -101,7 +103,7 @@ void fill(SweptTensor& s, const OptimizerTensor& t, int64_t first_unit, int64_t 
   };
   add(kParam, t.param, t.param_dtype);
   add(kGrad, t.grad, t.grad_dtype);
-  for (int k = 0; k < kMaxStates; ++k) {
+  for (int k = 0; k < kMaxStates; ++k) {  // equal (<= for <): an overrun that AddressSanitizer sees
     s.state[k] = t.state[k];
     if (t.scales[k] == nullptr) {
       add(kState + k, t.state[k], t.state_dtype[k]);

@@ -147,6 +147,7 @@ __device__ __forceinline__ Chunk chunk_of(const Table& sweep, uint32_t block) {
 }
 // Elements of the chunk that begins there.
 __device__ __forceinline__ int chunk_length(const SweptTensor& t, int64_t begin) {
+  // equal (<= for <): equal sides have equal results
   return t.numel - begin < kChunk ? int(t.numel - begin) : kChunk;
 }
 

@@ -29,8 +29,10 @@ __global__ void __launch_bounds__(kThreads, kResident<S>)
     forward_kernel(Formula formula, const S* x, S* y, int64_t n, bool wide) {
   using V = Vec<S>;
   constexpr int kTile = kThreads * kItems<S>, kVecs = kItems<S> / V::kLanes;
+  // equal (<= for <): nothing lies beyond the last element
   for (int64_t start = int64_t(blockIdx.x) * kTile; start < n;
        start += int64_t(gridDim.x) * kTile) {
+    // equal (> for >=): the last whole tile goes element by element
     if (wide && n - start >= kTile) {
       const int64_t first = start + threadIdx.x * V::kLanes;
       V v[kVecs];
@@ -56,8 +58,10 @@ __global__ void __launch_bounds__(kThreads, kResident<S>)
                     bool wide) {
   using V = Vec<S>;
   constexpr int kTile = kThreads * kItems<S>, kVecs = kItems<S> / V::kLanes;
+  // equal (<= for <): nothing lies beyond the last element
   for (int64_t start = int64_t(blockIdx.x) * kTile; start < n;
        start += int64_t(gridDim.x) * kTile) {
+    // equal (> for >=): the last whole tile goes element by element
     if (wide && n - start >= kTile) {
       const int64_t first = start + threadIdx.x * V::kLanes;
       V g[kVecs], s[kVecs];
@@ -83,6 +87,7 @@ __global__ void __launch_bounds__(kThreads, kResident<S>)
 
 template <class S>
 int64_t blocks_for(int64_t n) {
+  // equal (times two): the speed alone changes
   const int64_t tiles = ceil_div(n, kThreads * kItems<S>);
   const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
   return tiles < most ? tiles : most;

@@ -74,7 +74,7 @@ struct Window {
   __device__ __forceinline__ static I existing(int k, I first, I size) {
     if (k == 0) return first < 0 ? 0 : first;
     const I last = size - 1;
-    return first + k < last ? first + k : last;
+    return first + k < last ? first + k : last;  // equal (<= for <): equal sides have equal results
   }
   __device__ __forceinline__ Maximum<V> maximum() const {
     Maximum<V> most = of_row(0);
@@ -102,6 +102,7 @@ __device__ __forceinline__ Maximum<V> maximum_of(const MaxPoolForward& call, con
   const Place<I> p(call, out, at);
   const I channels = I(call.channels), height = I(call.height), width = I(call.width);
   const int kernel_w = int(call.kernel_w);
+  // equal (<= for < #1): equal sides have equal results
   const int first_i = p.top < 0 ? int(-p.top) : 0, first_j = p.left < 0 ? int(-p.left) : 0;
   const int last_i = height - p.top < I(call.kernel_h) ? int(height - p.top) : int(call.kernel_h);
   const int last_j = width - p.left < I(call.kernel_w) ? int(width - p.left) : int(call.kernel_w);
@@ -142,6 +143,7 @@ __global__ void __launch_bounds__(kPoolThreads, kWide ? 3 : 4)
   if constexpr (kWindow > 0 && !kWide) {
     // All outputs together: an element has only 2 bytes.
     constexpr int kBits = kWindow == 2 ? 2 : 4, kOutputs = 8 / kBits;
+    // equal (+ for -): the last whole tile goes element by element
     if (at + (kOutputs - 1) * block_bytes(kBits) < outputs) {
       const Window<S, I, kWindow, V> first(call, out, at), second(call, out, at + part);
       if constexpr (kOutputs == 4) {
@@ -172,6 +174,7 @@ __global__ void __launch_bounds__(kPoolThreads, kWide ? 3 : 4)
 // 2 or 3 where the kernel of such windows has these codes, or none.
 int window_of(const MaxPoolForward& call, bool wide) {
   const int size = int(call.kernel_h), bits = size == 2 ? 2 : 4;
+  // equal (never): the speed alone changes
   const bool fits = (wide || call.channels == 1) && call.kernel_w == size &&
                     (call.bits == 0 || call.bits == bits);
   return is_small(call) && fits && (size == 2 || size == 3) ? size : 0;
@@ -194,6 +197,7 @@ void max_pool2d(const MaxPoolForward& call, void* stream) {
     const bool wide = is_wide<S>(call, static_cast<const char*>(call.x),
                                  static_cast<const char*>(call.y), call.codes);
     const int window = window_of(call, wide);
+    // equal (one more #1): the speed alone changes
     const int bits = call.bits > 0 ? call.bits : (window == 0 ? 8 : (window == 2 ? 2 : 4));
     if (call.outputs() == 0) return;
     if (!is_small(call))

@@ -41,12 +41,15 @@ struct Pixel {
 // kernel and a stride.
 bool is_small(const MaxPool& call) {
   constexpr int64_t kMost = int64_t(1) << 29;
+  // equal (<= for < #1): indices from 2^32 on need more memory than tests have
+  // equal (never #1): the speed alone changes
   return call.inputs() < kMost && call.outputs() < kMost && call.stride_h < kMost &&
          call.stride_w < kMost;
 }
 
 template <class S, class... P>
 bool is_wide(const MaxPool& call, const P*... pointers) {
+  // equal (never): the speed alone changes
   return call.channels % Vec<S>::kLanes == 0 && aligned(pointers...);
 }
 

@@ -21,7 +21,9 @@ struct Reached {
     const I stride_h = I(call.stride_h), stride_w = I(call.stride_w);
     h = pixel.row + I(call.pad_h);
     w = pixel.column + I(call.pad_w);
+    // equal (- for + #1): windows that end before the input change nothing
     const I least_h = h - I(call.kernel_h) + 1, least_w = w - I(call.kernel_w) + 1;
+    // equal (>= for >): equal sides have equal results
     first_h = least_h > 0 ? (least_h + stride_h - 1) / stride_h : 0;
     first_w = least_w > 0 ? (least_w + stride_w - 1) / stride_w : 0;
     const I end_h = h / stride_h + 1, end_w = w / stride_w + 1;
@@ -234,6 +236,7 @@ void max_pool2d(const MaxPoolBackward& call, void* stream) {
                *to = static_cast<const char*>(call.grad_input);
     const bool wide = is_wide<S>(call, grad, to, call.codes);
     const bool planes = call.channels == 1;
+    // equal (never #1): the speed alone changes
     const bool across = planes && call.width % Vec<S>::kLanes == 0 && aligned(to);
     if (sizeof(S) < 8 && (wide || planes) && with_windows(call, [&](auto windows) {
           using W = decltype(windows);

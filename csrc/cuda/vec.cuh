@@ -136,6 +136,7 @@ template <class S>
 struct Parameters {
   double value[kMaxParameters];
   Parameters(const double* given, bool rounds) {
+    // equal (<= for <): an overrun that AddressSanitizer sees
     for (int k = 0; k < kMaxParameters; ++k)
       value[k] =
           rounds ? double(load_one(store_one<S>(typename Compute<S>::T(given[k])))) : given[k];

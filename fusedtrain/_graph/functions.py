@@ -46,7 +46,7 @@ def closure_of(function: types.FunctionType) -> dict[str, Any]:
     return values
 
 
-def found(path: str) -> Any:
+def resolved_or_none(path: str) -> Any:
     """The object behind "module:qualified.name"; None where there is none."""
     try:
         return resolve(path)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .functions import closure_of, found, functions_of
+from .functions import closure_of, functions_of, resolved_or_none
 from .hooks import all_are_hooked, is_hooked, is_untouched
 from .intercept import Reads
 from .modules import FORWARD, is_library
@@ -118,7 +118,7 @@ class Held(Same):
 
     def __reduce__(self) -> Any:
         path = f"{getattr(self.item, '__module__', '')}:{getattr(self.item, '__qualname__', '')}"
-        functions = functions_of(found(path))
+        functions = functions_of(resolved_or_none(path))
         if self.item not in functions:
             return Held, (None,)
         return _held_in, (path, functions.index(self.item))
@@ -132,7 +132,7 @@ class Held(Same):
 
 
 def _held_in(path: str, place: int) -> Held:
-    functions = functions_of(found(path))
+    functions = functions_of(resolved_or_none(path))
     return Held(functions[place] if place < len(functions) else None)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .functions import closure_of, codes_of, found, functions_of
+from .functions import closure_of, codes_of, functions_of, resolved_or_none
 from .guards import Held
 from .intercept import Reads
 from .modules import is_library
@@ -259,6 +259,6 @@ def _home(values: dict[str, Any]) -> Any:
 
 
 def _of_class(cls: type, name: str) -> tuple[Any, str]:
-    if found(f"{cls.__module__}:{cls.__qualname__}") is cls:
+    if resolved_or_none(f"{cls.__module__}:{cls.__qualname__}") is cls:
         return cls.__module__, f"{cls.__qualname__}.{name}"
     return Held(cls), name

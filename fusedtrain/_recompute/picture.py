@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from .plan import MemoryPlan
 
 _MODULES = ("#1f4e79", "#3b7dbf", "#7fb2dd", "#2e7d6b", "#63b39e", "#a9d6c8")
 _COLOURS = {
@@ -17,7 +15,8 @@ _COLOURS = {
 _BARS = 10
 
 
-def draw(plan: MemoryPlan, path: str | Path) -> None:
+def draw(plan: Any, path: str | Path) -> None:
+    """Draws a `MemoryPlan`."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -33,7 +32,7 @@ def draw(plan: MemoryPlan, path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _timeline(axes: Axes, plan: MemoryPlan) -> None:
+def _timeline(axes: Axes, plan: Any) -> None:
     """Areas under the plan, and lines for `convert`, the budget and eager's peak."""
     scale, unit = _unit(max(plan.eager_peak, plan.store_peak, plan.budget))
     moments = range(len(plan.timeline_store))
@@ -83,7 +82,7 @@ def _timeline(axes: Axes, plan: MemoryPlan) -> None:
     )  # fmt: skip
 
 
-def _bars(axes: Axes, plan: MemoryPlan, kinds: list[tuple[str, int, int, int, float]]) -> None:
+def _bars(axes: Axes, plan: Any, kinds: list[tuple[str, int, int, int, float]]) -> None:
     """The bytes of each op's recomputed outputs, with their time as text."""
     scale, unit = _unit(max((row[3] for row in kinds), default=0))
     bars = axes.barh(range(len(kinds)), [row[3] / scale for row in kinds], 0.7, color="#e08a1e")

@@ -46,7 +46,7 @@ def register() -> list[str]:
         ModuleNotFoundError: timm is not installed.
     """
     import timm.optim
-    from timm.optim._optim_factory import default_registry
+    from timm.optim._optim_factory import default_registry  # noqa: PLC2701
 
     register_activations()
     counterparts = {getattr(timm.optim, name): kind for name, kind in _OF_TIMM.items()}

@@ -100,6 +100,7 @@ def merge_kernel(
     sums = tl.zeros((HEIGHT, WIDTH), tl.float64)
     for step in range(tl.cdiv(n, WIDTH)):
         j = step * WIDTH + share
+        # equal (<= for < #1): the channel after the last is not stored
         inside = (channel < channels)[:, None] & (j < n)[None, :]
         of_share = tl.minimum(span, length - j % pieces * span).to(tl.float64)[None, :]
         mean = tl.load(shares_ptr + channel[:, None] * n + j[None, :], mask=inside, other=0.0)
@@ -110,6 +111,7 @@ def merge_kernel(
     for step in range(tl.cdiv(n, WIDTH)):
         j = step * WIDTH + share
         at = channel[:, None] * n + j[None, :]
+        # equal (<= for < #1): the channel after the last is not stored
         inside = (channel < channels)[:, None] & (j < n)[None, :]
         of_share = tl.minimum(span, length - j % pieces * span).to(tl.float64)[None, :]
         deviation = tl.load(shares_ptr + at, mask=inside, other=0.0) - mean[:, None]
@@ -130,18 +132,20 @@ def merge_kernel(
 
 
 @triton.jit
+# equal (other=): channels beyond the last are not stored
 def move(pointers, value, momentum, inside):
     """torch.lerp, with its two forms: a momentum of 1 gives the value to the bit."""
     old = tl.load(pointers, mask=inside, other=0.0).to(tl.float64)
     difference = value - old
     near = old + momentum * difference
     far = value - difference * (1.0 - momentum)
+    # equal (<= for <): at a half both forms are old / 2 + value / 2, but for rounding in float64
     moved = tl.where(momentum < 0.5, near, far)
     tl.store(pointers, moved.to(pointers.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["channels"])
-def invert_kernel(
+def invert_kernel(  # equal (other=): channels beyond the last are not stored
     mean_ptr, invstd_ptr, running_mean_ptr, running_var_ptr, channels: tl.int64, eps: tl.float64,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +158,7 @@ def invert_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "units", "channels", "inner", "rows_a_sample"])
-def normalise_kernel(
+def normalise_kernel(  # equal (other=): elements beyond the data are not stored
     x_ptr, residual_ptr, y_ptr, branch_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, rows_a_sample: tl.int64,
     a: tl.float64, b: tl.float64,
@@ -183,7 +187,7 @@ def normalise_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "units", "channels", "inner"])
-def restore_kernel(
+def restore_kernel(  # equal (other=): elements beyond the data are not stored
     y_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, below: tl.float64,
     largest: tl.float64,
@@ -201,9 +205,11 @@ def restore_kernel(
         mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there, WEIGHT, BIAS, PLANES
     )
     y = widen(tl.load(y_ptr + at, mask=inside, other=0.0))
+    # equal (>= for >): 0 times what is finite is 0
     s = tl.where(y > 0, y, y * tl.full((), below, y.dtype))
     x = (s - offset) * (1.0 / scale) + mean
     most = tl.full((), largest, y.dtype)
+    # equal (<= for <): a number that is the bound becomes the bound
     x = tl.where(x > most, most, tl.where(x < -most, -most, x))
     tl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=inside)
 
@@ -233,7 +239,7 @@ def gradient_of_sum(
 
 
 @triton.jit(do_not_specialize=["rows", "units", "channels", "inner", "rows_a_sample"])
-def reduce_kernel(
+def reduce_kernel(  # equal (other=): sums take a zero where there is no element
     g_ptr, x_ptr, saved_ptr, gr_ptr, branch_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
     shares_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, rows_a_sample: tl.int64,
@@ -314,7 +320,7 @@ def finish_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "units", "channels", "inner", "rows_a_sample"])
-def apply_kernel(
+def apply_kernel(  # equal (other=): elements beyond the data are not stored
     g_ptr, x_ptr, saved_ptr, gx_ptr, gr_ptr, branch_ptr, weight_ptr, bias_ptr, mean_ptr, invstd_ptr,
     averages_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, rows_a_sample: tl.int64,

@@ -70,6 +70,7 @@ def channel_places(
     """The channels of a tile, one-dimensional: Triton 3.6 would load a column of pointers once for
     every element. LAST: the columns are the channels, which load by 16 bytes."""
     if PLANES:
+        # equal (<= for <): the row after the last is not stored
         return row % channels.to(INDEX), row < rows
     elif LAST:
         return column, column < columns
@@ -78,7 +79,7 @@ def channel_places(
 
 
 @triton.jit
-def of_channels(
+def of_channels(  # equal (other=): elements beyond the data are neither stored nor added
     mean_ptr, invstd_ptr, weight_ptr, bias_ptr, channel, there,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
@@ -96,6 +97,7 @@ def of_channels(
 
 
 @triton.jit
+# equal (other=): elements beyond the data are neither stored nor added
 def of_samples(branch_ptr, row, rows, channels, rows_a_sample, PLANES: tl.constexpr):
     sample = (row // channels if PLANES else row) // rows_a_sample
     return tl.load(branch_ptr + sample, mask=row < rows, other=0.0)[:, None]

@@ -31,7 +31,8 @@ NUMBERS: tl.constexpr = tl.constexpr(_tables.NUMBERS)
 def memory(entry_ptr, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """One of a tensor's buffers, from its address."""
     pointer = tl.load(entry_ptr + COLUMN).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
+    if ALIGNED:  # equal (branch turned): a hint for the compiler; test_code sees it
+        # equal (constant): a hint for the compiler, which takes the power of two in it
         pointer = tl.multiple_of(pointer, 16)
     return pointer
 
@@ -106,6 +107,7 @@ def read_state(state, scales, start, n, at, inside, MASKED: tl.constexpr, WIDE: 
     if state.dtype.element_ty == tl.int8 or state.dtype.element_ty == tl.uint8:
         group = start // LANES + tl.arange(0, at.shape[0] // LANES)
         if MASKED:
+            # equal (other=): `write_state` takes 0 for elements outside
             codes = tl.load(state + at, mask=inside, other=0)
             scale = tl.load(scales + group, mask=group * LANES < n, other=0.0)
         else:

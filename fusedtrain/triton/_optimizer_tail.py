@@ -115,7 +115,7 @@ def judge(
 
 
 @triton.jit
-def learning_rate(in_table, rate_ptr):
+def learning_rate(in_table, rate_ptr):  # equal (other=): rates not loaded are not chosen
     """The rate of each lane: from a tensor on the device if there is one, else from the table."""
     address, wide = tl.load(rate_ptr), tl.load(rate_ptr + 1)
     in_double, in_float = (address != 0) & (wide != 0), (address != 0) & (wide == 0)
@@ -151,7 +151,7 @@ def prepare_kernel(
             tl.store(control_ptr + 5, applied + 1.0 - skipped)
 
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = line < count
+    inside = line < count  # equal (<= for <): the lane after the last stores the same line
     entry_ptr = table_ptr + tl.minimum(line, count - 1) * ENTRY
     tensor, group = tl.load(entry_ptr + TENSOR), tl.load(entry_ptr + GROUP)
     group_ptr = options_ptr + (1 + group) * _WIDTH
@@ -165,6 +165,7 @@ def prepare_kernel(
         weights = tl.load(sums_ptr + 2)
     else:
         for i in tl.static_range(3):
+            # equal (store: mask dropped): lanes after the last store the same line
             tl.store(sums_ptr + i, squares, mask=inside)
     facts = Facts(
         lr=learning_rate(tl.load(group_ptr + _LR), rates_ptr + group * 2),

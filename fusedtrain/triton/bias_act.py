@@ -51,7 +51,7 @@ def keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED: tl.constexp
 
 
 @triton.jit(do_not_specialize=[*SIZES, "threshold"])
-def bias_act_kernel(
+def bias_act_kernel(  # equal (other=): elements beyond the data are not stored
     x_ptr, bias_ptr, seed_ptr, y_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     threshold: tl.int64, a: tl.float64, b: tl.float64, gain: tl.float64, bound: tl.float64,
@@ -67,6 +67,7 @@ def bias_act_kernel(
     at = row * columns + column
     z = widen(tl.load(x_ptr + at, mask=inside, other=0.0))
     if BIAS:
+        # equal (<= for < #1): the row after the last is not stored
         exists = row < rows if PLANES else column < columns
         z += widen(tl.load(bias_ptr + coefficient, mask=exists, other=0.0))
     y = apply(FORWARD, z, a, b, STORED) * number(gain, z)
@@ -79,7 +80,7 @@ def bias_act_kernel(
 
 
 @triton.jit(do_not_specialize=[*SIZES, "threshold"])
-def bias_act_backward_kernel(
+def bias_act_backward_kernel(  # equal (other=): sums take a zero where there is no element
     grad_ptr, saved_ptr, bias_ptr, seed_ptr, grad_input_ptr, shares_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     threshold: tl.int64, a: tl.float64, b: tl.float64, gain: tl.float64, bound: tl.float64,

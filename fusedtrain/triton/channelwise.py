@@ -38,13 +38,14 @@ from .vecmath import widen
 
 
 @triton.jit(do_not_specialize=["n"])
-def flat_forward_kernel(
+def flat_forward_kernel(  # equal (other=): elements beyond the data are not stored
     x_ptr, y_ptr, a_ptr, b_ptr, n: tl.int64, FORMULA: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     x_ptr += start
     y_ptr += start
     at = tl.arange(0, BLOCK)
+    # equal (< for <=): a whole last block is masked: slower, same result
     whole = start + BLOCK <= n
     if whole:
         x = tl.load(x_ptr + at)
@@ -69,6 +70,7 @@ def flat_backward_kernel(
     first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
     for step in range(STEPS):
         start = first + step * BLOCK
+        # equal (< for <=): a whole last block is masked: slower, same result
         whole = start + BLOCK <= n
         if whole:
             g = tl.load(g_ptr + start + at)
@@ -83,10 +85,10 @@ def flat_backward_kernel(
         else:
             tl.store(gx_ptr + start + at, gx, mask=start + at < n)
         sum_a += share_a
-        if COUNT > 1:
+        if COUNT > 1:  # equal (>= for >): the sum is not stored
             sum_b += share_b
     tl.store(shares_ptr + tl.program_id(0), tl.sum(sum_a))
-    if COUNT > 1:
+    if COUNT > 1:  # equal (>= for >): the sum is not stored
         tl.store(shares_ptr + tl.num_programs(0) + tl.program_id(0), tl.sum(sum_b))
 
 
@@ -100,7 +102,7 @@ def channel_of(row, column, channels, inner, PLANES: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "units", "channels", "inner"])
-def tile_forward_kernel(
+def tile_forward_kernel(  # equal (other=): elements beyond the data are not stored
     x_ptr, y_ptr, a_ptr, b_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64,
     FORMULA: tl.constexpr, PLANES: tl.constexpr, UNIT: tl.constexpr, INDEX: tl.constexpr,
@@ -147,7 +149,7 @@ def tile_backward_kernel(
         gx, share_a, share_b = FORMULA(g, x, a, b)
         tl.store(gx_ptr + at, gx.to(gx_ptr.dtype.element_ty), mask=inside)
         sum_a += share_a
-        if COUNT > 1:
+        if COUNT > 1:  # equal (>= for >): the sum is not stored
             sum_b += share_b
         if PLANES:
             column += WIDTH
@@ -168,7 +170,7 @@ def tile_backward_kernel(
         count = columns * down
         sum_a, sum_b = tl.sum(sum_a, axis=0), tl.sum(sum_b, axis=0)
     tl.store(shares_ptr + at, sum_a, mask=inside)
-    if COUNT > 1:
+    if COUNT > 1:  # equal (>= for >): the sum is not stored
         tl.store(shares_ptr + count + at, sum_b, mask=inside)
 
 

@@ -83,7 +83,7 @@ def sources(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def depthwise_kernel(
+def depthwise_kernel(  # equal (other=): such weights meet a zero, such elements are not stored
     x_ptr, weight_ptr, bias_ptr, y_ptr, samples: tl.int64, units: tl.int64, from_depth: tl.int64,
     from_height: tl.int64, from_width: tl.int64, depth: tl.int64, height: tl.int64,
     width: tl.int64, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr,
@@ -123,7 +123,7 @@ def depthwise_kernel(
     for part in range((MULTIPLIER if GRADIENT else 1) * PARTS):
         if GRADIENT:
             # Without the number of the part Triton knows that channels start on 16 bytes.
-            copy = part // PARTS if MULTIPLIER > 1 else 0
+            copy = part // PARTS if MULTIPLIER > 1 else 0  # equal (>= for >): the quotient is 0
             from_channel = channel * MULTIPLIER + copy
             from_channels = channels * MULTIPLIER
             weight, weights = from_channel, from_channels

@@ -25,7 +25,7 @@ from .vecmath import widen
 def code_of(slope, THRESHOLDS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr):
     """The code of the level nearest to the slope in whole units; 0 for nan."""
     counted = slope * UNIT + (ZERO + 0.5)
-    counted = tl.where(counted >= 0.0, counted, 0.0)
+    counted = tl.where(counted >= 0.0, counted, 0.0)  # equal (> for >=): 0 stays 0
     code = tl.where(counted >= 255.0, 255.0, counted).to(tl.int32)
     if len(THRESHOLDS) > 0:
         units = code
@@ -38,7 +38,7 @@ def code_of(slope, THRESHOLDS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.conste
 @triton.jit
 def level_of(code, g, LEVELS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr):
     """The level of the code, in the dtype of `g`."""
-    if len(LEVELS) > 0:
+    if len(LEVELS) > 0:  # equal (constant): no table has a single level
         level = tl.full(g.shape, LEVELS[0], g.dtype)
         for k in tl.static_range(1, len(LEVELS)):
             level = tl.where(code >= k, LEVELS[k], level)
@@ -48,6 +48,7 @@ def level_of(code, g, LEVELS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constex
 
 
 @triton.jit
+# equal (other=): elements beyond the data have code 0, not stored
 def load(ptr, at, left, WHOLE: tl.constexpr):
     """A WHOLE tile loads without a mask, by 16 bytes."""
     if WHOLE:
@@ -121,7 +122,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_tile(
+def backward_tile(  # equal (other=): elements beyond the data are not stored
     g_ptr, codes_ptr, gx_ptr, left, WHOLE: tl.constexpr, BITS: tl.constexpr,
     LEVELS: tl.constexpr, UNIT: tl.constexpr, ZERO: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip

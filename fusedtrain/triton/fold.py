@@ -21,6 +21,7 @@ _SIZES = ["numel", "outputs", "channels", "inner", "rows_per_group"]
 
 
 @triton.jit
+# equal (other=): elements beyond the data are not stored
 def channel_of(at, mask, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS: tl.constexpr,
                GAMMA: tl.constexpr):  # fmt: skip
     """invstd = 1 / sqrt(var + eps), gamma invstd, and bias - mean, of output channels."""
@@ -36,7 +37,7 @@ def channel_of(at, mask, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS: tl.c
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def fold_kernel(
+def fold_kernel(  # equal (other=): elements beyond the data are not stored
     weight_ptr, folded_ptr, folded_bias_ptr, bias_ptr, gamma_ptr, beta_ptr, mean_ptr, var_ptr,
     numel: tl.int64, outputs: tl.int64, channels: tl.int64, inner: tl.int64,
     rows_per_group: tl.int64, eps: tl.float64,
@@ -51,6 +52,7 @@ def fold_kernel(
     _, scale, _ = channel_of(
         output, inside, bias_ptr, gamma_ptr, mean_ptr, var_ptr, eps, BIAS, GAMMA
     )
+    # equal (< for <=): a whole last block is masked: slower, same result
     whole = start + BLOCK <= numel  # then without a mask: any numel has 16-byte accesses
     if whole:
         w = tl.load(weight_ptr + at)
@@ -72,7 +74,7 @@ def fold_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def fold_backward_kernel(
+def fold_backward_kernel(  # equal (other=): sums are of products: the other factor is 0
     weight_ptr, grad_ptr, grad_weight_ptr, grad_folded_bias_ptr, grad_bias_ptr, grad_gamma_ptr,
     bias_ptr, gamma_ptr, mean_ptr, var_ptr,
     numel: tl.int64, outputs: tl.int64, channels: tl.int64, inner: tl.int64,

@@ -108,11 +108,14 @@ def hardshrink_forward(x, a, b):
 
 @triton.jit
 def hardshrink_backward(g, saved, a, b):  # output
+    # equal (- for +): `saved` is 0 where the branch is taken
     return tl.where((saved == 0.0) & (a + saved >= 0.0), 0.0, g)
 
 
 @triton.jit
 def softshrink_forward(x, a, b):
+    # equal (>= for >): 0 either way
+    # equal (<= for <): 0 either way; torch's vectors and its tail disagree about the sign
     return tl.where(x > a, x - a, tl.where(x < -a, x + a, x * 0.0))
 
 
@@ -135,7 +138,7 @@ def threshold_backward(g, saved, a, b):
 def hardsigmoid_forward(x, a, b):
     # From the nearer end, where 3 - |x| is exact: the output is 0 or 1 only if the slope is 0.
     t = at_least(3.0 - tl.abs(x), 0.0) / 6.0
-    return tl.where(x < 0.0, t, 1.0 - t)
+    return tl.where(x < 0.0, t, 1.0 - t)  # equal (<= for <): a half either way
 
 
 @triton.jit
@@ -166,6 +169,7 @@ def hard_mish_forward(x, a, b):
 
 @triton.jit
 def hard_mish_backward(g, saved, a, b):
+    # equal (>= for >): the slope of 0 is 1 either way
     return tl.where(saved < -2.0, 0.0, tl.where(saved > 0.0, g, g * (saved + 1.0)))
 
 
@@ -185,7 +189,8 @@ def relu_squared_backward(g, saved, a, b):
 
 @triton.jit
 def elu_forward(x, a, b):
-    e = a * expm1(at_most(x, 0.0))
+    e = a * expm1(at_most(x, 0.0))  # equal (constant): positive numbers take x
+    # equal (>= for >): 0 either way, but for its sign where alpha is negative
     return tl.where(x > 0.0, x, e)
 
 
@@ -196,18 +201,22 @@ def elu_backward(g, saved, a, b):
 
 @triton.jit
 def celu_forward(x, a, b):
-    e = a * expm1(at_most(x, 0.0) * reciprocal(a))
+    e = a * expm1(at_most(x, 0.0) * reciprocal(a))  # equal (constant): positive numbers take x
+    # equal (>= for >): expm1 keeps zeros, and alpha divides before it multiplies
     return tl.where(x > 0.0, x, e)
 
 
 @triton.jit
 def celu_backward(g, saved, a, b):
+    # equal (>= for >): the slope of 0 is 1 either way
+    # equal (constant #1): positive numbers have the slope exp(0)
     return tl.where(saved > 0.0, g, g * tl.exp(at_most(saved, 0.0) * reciprocal(a)))
 
 
 @triton.jit
 def selu_forward(x, a, b):  # scale, and scale times alpha: arXiv:1706.02515
     e = 1.7580993408473766 * expm1(at_most(x, 0.0))
+    # equal (>= for >): zeros are kept either way
     return tl.where(x > 0.0, 1.0507009873554804934 * x, e)
 
 
@@ -276,7 +285,7 @@ def tanhshrink_backward(g, saved, a, b):
 
 @triton.jit
 def softsign_forward(x, a, b):
-    x = clamp(x, -1e30, 1e30)
+    x = clamp(x, -1e30, 1e30)  # equal (constant #1): it is -1 from -1e30 on
     return x / (1.0 + tl.abs(x))
 
 
@@ -288,26 +297,26 @@ def softsign_backward(g, saved, a, b):  # output
 
 @triton.jit
 def silu_forward(x, a, b):
-    x = at_least(x, -1000.0)
+    x = at_least(x, -1000.0)  # equal (constant): it is -0 from -1000 on
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def silu_backward(g, saved, a, b):
-    x = clamp(saved, -1000.0, 1000.0)
+    x = clamp(saved, -1000.0, 1000.0)  # equal (constant #1): it is 0 from -1000 on
     s, slope = sigmoid_and_slope(x)
     return g * (s + x * slope)
 
 
 @triton.jit
 def quick_gelu_forward(x, a, b):
-    x = at_least(x, -1000.0)
+    x = at_least(x, -1000.0)  # equal (constant): it is -0 from -1000 on
     return x / (1.0 + tl.exp(-1.702 * x))
 
 
 @triton.jit
 def quick_gelu_backward(g, saved, a, b):
-    x = clamp(saved, -1000.0, 1000.0)
+    x = clamp(saved, -1000.0, 1000.0)  # equal (constant #1): it is 0 from -1000 on
     s, slope = sigmoid_and_slope(1.702 * x)
     return g * (s + 1.702 * x * slope)
 
@@ -322,7 +331,7 @@ def mish_forward(x, a, b):
 
 @triton.jit
 def mish_backward(g, saved, a, b):
-    x = clamp(saved, -1000.0, 20.0)
+    x = clamp(saved, -1000.0, 20.0)  # equal (constant #1): it is 0 from -1000 on
     e = tl.exp(x)
     n = e * (e + 2.0)
     r = 1.0 / (n + 2.0)
@@ -331,12 +340,12 @@ def mish_backward(g, saved, a, b):
 
 @triton.jit
 def gelu_forward(x, a, b):
-    return at_least(x, -40.0) * normal_cdf(x)
+    return at_least(x, -40.0) * normal_cdf(x)  # equal (constant): the probability is 0 from -40 on
 
 
 @triton.jit
 def gelu_backward(g, saved, a, b):
-    x = clamp(saved, -40.0, 40.0)
+    x = clamp(saved, -40.0, 40.0)  # equal (constant #1): probability and density are 0 from -40 on
     cumulative, density = normal_cdf_and_density(x)
     return g * (cumulative + x * density)
 
@@ -344,14 +353,14 @@ def gelu_backward(g, saved, a, b):
 # 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
 @triton.jit
 def gelu_tanh_forward(x, a, b):
-    z = clamp(x, -30.0, 30.0)
+    z = clamp(x, -30.0, 30.0)  # equal (constant #1): the sigmoid is 0 from -30 on
     s = sigmoid(z * (1.59576912160573071176 + 0.07135481627260025 * z * z))
     return at_least(x, -30.0) * s
 
 
 @triton.jit
 def gelu_tanh_backward(g, saved, a, b):
-    x = clamp(saved, -30.0, 30.0)
+    x = clamp(saved, -30.0, 30.0)  # equal (constant #1): sigmoid and slope are 0 from -30 on
     s, slope = sigmoid_and_slope(x * (1.59576912160573071176 + 0.07135481627260025 * x * x))
     return g * (s + x * slope * (1.59576912160573071176 + 0.21406444881780075 * x * x))
 
@@ -359,6 +368,7 @@ def gelu_tanh_backward(g, saved, a, b):
 # (x + sqrt(x^2 + a)) / 2; for x < 0 in a form without cancellation.
 @triton.jit
 def squareplus_root(x, b):
+    # equal (constant): 3e18 has a square in float32, too
     c = at_most(tl.abs(x), 1e18)  # above, x^2 + b is x^2
     return at_least(sqrt(c * c + b), tl.abs(x))
 
@@ -376,7 +386,7 @@ def squareplus_forward(x, a, b):
 
 @triton.jit
 def squareplus_backward(g, saved, a, b):
-    x = clamp(saved, -1e18, 1e18)
+    x = clamp(saved, -1e18, 1e18)  # equal (constant #1): the slope is 0 from -1e18 on
     s = squareplus_root(x, a)
     return g * tl.where(s == 0.0, 0.5, squareplus_value(x, s, a) / s)
 
@@ -391,6 +401,7 @@ def prelu_forward(x, a, b):
 
 @triton.jit
 def prelu_backward(g, saved, a, b):
+    # equal (>= for >): 0 times a finite gradient is 0
     share = tl.where(saved > 0.0, 0.0, g * saved)
     return tl.where(saved > 0.0, g, a * g), share, share
 

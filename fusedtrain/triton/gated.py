@@ -35,7 +35,7 @@ def tile_of_runs(rows, n, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "units", "gate_units", "value_units"])
-def gated_kernel(
+def gated_kernel(  # equal (other=): elements beyond the data are not stored
     gate_ptr, value_ptr, y_ptr, rows: tl.int64, units: tl.int64, gate_units: tl.int64,
     value_units: tl.int64, a: tl.float64, b: tl.float64,
     FORWARD: tl.constexpr, STORED: tl.constexpr, UNIT: tl.constexpr, HEIGHT: tl.constexpr,
@@ -61,7 +61,7 @@ def gated_kernel(
         "grad_value_units",
     ]
 )
-def gated_backward_kernel(
+def gated_backward_kernel(  # equal (other=): elements beyond the data are not stored
     grad_ptr, gate_ptr, value_ptr, grad_gate_ptr, grad_value_ptr,
     rows: tl.int64, units: tl.int64, gate_units: tl.int64, value_units: tl.int64,
     grad_gate_units: tl.int64, grad_value_units: tl.int64, a: tl.float64, b: tl.float64,

@@ -27,7 +27,7 @@ def normalised(x, coefficients_ptr, channel, channels):
 
 
 @triton.jit(do_not_specialize=["units", "channels"])
-def to_planes_kernel(
+def to_planes_kernel(  # equal (other=): elements beyond the data are not stored
     y_ptr, x_ptr, coefficients_ptr, units: tl.int64, channels: tl.int64,
     LAST: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +48,7 @@ def to_planes_kernel(
 
 
 @triton.jit(do_not_specialize=["total", "pixels", "channels"])
-def to_last_kernel(
+def to_last_kernel(  # equal (other=): elements beyond the data are not stored
     y_ptr, x_ptr, coefficients_ptr, total: tl.int64, pixels: tl.int64, channels: tl.int64,
     LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -60,6 +60,7 @@ def to_last_kernel(
     else:
         pixel = at // channels
         source = (pixel // pixels * channels + channel) * pixels + pixel % pixels
+    # equal (< for <=): a whole last block is masked: slower, same result
     whole = start + BLOCK <= total  # then without a mask: any total has 16-byte accesses
     if whole:
         x = tl.load(x_ptr + source)

@@ -153,6 +153,7 @@ def adam(p, g, s0, s1, s2, c):
     g = coupled(p, g, weight_decay)
     s0 += (g - s0) * fresh1
     s1 = beta2 * s1 + fresh2 * g * g
+    # equal (>= for >): the larger of two equal numbers
     s2 = tl.where((s1 > s2) | (s1 != s1), s1, s2)  # amsgrad: the largest so far
     return s0 / (sqrt(s2) * root + eps), g, s0, s1, s2
 
@@ -293,6 +294,7 @@ def prepare_novograd(t):
     is_first = ((start == 0.0) & (second == 0.0)) | ((start == 1.0) & (t.step == 1.0))
     second = tl.where(is_first, squares, beta2 * second + (1.0 - beta2) * squares)
     stored = second.to(tl.float32)
+    # equal (>= for >): the larger of two equal numbers
     largest = tl.where(amsgrad & ~(largest > stored), stored, largest)
     denominator = sqrt(tl.where(amsgrad, largest, stored).to(tl.float64)) / root + eps
     size = tl.where(outside, size / denominator, size)

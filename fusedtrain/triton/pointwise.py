@@ -42,7 +42,7 @@ def differentiate(FORMULA: tl.constexpr, g, saved, a, b, STORED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["n"])
-def forward_kernel(
+def forward_kernel(  # equal (other=): elements beyond the data are not stored
     x_ptr, y_ptr, n: tl.int64, a: tl.float64, b: tl.float64,
     FORMULA: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -50,6 +50,7 @@ def forward_kernel(
     x_ptr += start
     y_ptr += start
     at = tl.arange(0, BLOCK)
+    # equal (< for <=): a whole last block is masked: slower, same result
     whole = start + BLOCK <= n  # then without a mask: any n has 16-byte accesses
     if whole:
         x = tl.load(x_ptr + at)
@@ -64,7 +65,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["n"])
-def backward_kernel(
+def backward_kernel(  # equal (other=): elements beyond the data are not stored
     g_ptr, saved_ptr, gx_ptr, n: tl.int64, a: tl.float64, b: tl.float64,
     FORMULA: tl.constexpr, STORED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -73,6 +74,7 @@ def backward_kernel(
     saved_ptr += start
     gx_ptr += start
     at = tl.arange(0, BLOCK)
+    # equal (< for <=): a whole last block is masked: slower, same result
     whole = start + BLOCK <= n
     if whole:
         g = tl.load(g_ptr + at)

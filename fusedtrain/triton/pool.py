@@ -92,7 +92,7 @@ def max_pool2d_kernel(
 
 
 @triton.jit(do_not_specialize=_SIZES)
-def max_pool2d_backward_kernel(
+def max_pool2d_backward_kernel(  # equal (other=): outputs that are not valid are not added
     grad_ptr, codes_ptr, grad_input_ptr, count: tl.int64, units: tl.int64, height: tl.int64,
     width: tl.int64, out_height: tl.int64, out_width: tl.int64, kernel_h: tl.int64,
     kernel_w: tl.int64, stride_h: tl.int64, stride_w: tl.int64, pad_h: tl.int64, pad_w: tl.int64,

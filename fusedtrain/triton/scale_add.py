@@ -16,7 +16,7 @@ from .vecmath import widen
 
 
 @triton.jit(do_not_specialize=SIZES)
-def scale_kernel(
+def scale_kernel(  # equal (other=): elements beyond the data are not stored
     x_ptr, scale_ptr, residual_ptr, y_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     RESIDUAL: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
@@ -36,7 +36,7 @@ def scale_kernel(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def scale_backward_kernel(
+def scale_backward_kernel(  # equal (other=): sums are of products: the other factor is 0
     grad_ptr, x_ptr, scale_ptr, grad_input_ptr, shares_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     INPUT: tl.constexpr, SUMS: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr,

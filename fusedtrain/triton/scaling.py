@@ -32,7 +32,9 @@ def next_scale(
     smaller = (wide * backoff_factor).to(tl.float32)
     larger = tl.where(grows & (grown - grown == 0.0), grown, scale)
     new = tl.where(bad, tl.where(left == 0, smaller, scale), larger)
+    # equal (<= for <): a scale that is the bound becomes the bound
     new = tl.where(new.to(tl.float64) < min_scale, min_scale.to(tl.float32), new)
+    # equal (>= for >): a scale that is the bound becomes the bound
     new = tl.where(new.to(tl.float64) > max_scale, max_scale.to(tl.float32), new)
     return new, tl.where(bad | grows, 0, good_steps), left
 

@@ -65,6 +65,8 @@ def split_bfloat16(weights, added, BITS: tl.constexpr):
     if BITS == 8:
         bits = (bits + added) & 0xFFFFFF00
     upper = (bits + 0x8000) >> 16  # ties away from 0
+    # equal (+ for - #1): the correction is stored without the bits above its own
+    # equal (>> for <<): `upper` has 16 bits; bits above its own are not stored
     lower = (bits - (upper << 16)).to(tl.int32, bitcast=True) >> (16 - BITS)
     param = upper.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     corrected = finite & is_corrected_bfloat16(upper)

@@ -33,6 +33,7 @@ def clamp(x, low, high):
 @triton.jit
 def reciprocal(x):
     """1 / x, correctly rounded; a float32 division by `/` may be 2 ULP off."""
+    # equal (branch turned, != for ==): interpreted alike; test_code reads the compiled code
     if x.dtype == tl.float64:
         return 1.0 / x
     else:
@@ -42,6 +43,7 @@ def reciprocal(x):
 @triton.jit
 def sqrt(x):
     """The square root. In float32, tl.sqrt flushes denormals to zero on NVIDIA GPUs."""
+    # equal (branch turned, != for ==): interpreted alike; test_code reads the compiled code
     if x.dtype == tl.float64:
         return tl.sqrt(x)
     else:
@@ -68,7 +70,7 @@ def power(base, exponent):
 def expm1(x):
     """3 ULP; keeps the sign of zero. Polynomials and range as in vecmath.h."""
     if x.dtype == tl.float64:
-        z = clamp(x, -40.0, 710.0)
+        z = clamp(x, -40.0, 710.0)  # equal (constant #1): it is -1 from -40 on
         shifted = z * 1.44269504088896340736 + 6755399441055744.0  # the low bits are round(z / ln2)
         n = shifted - 6755399441055744.0
         r = (z - n * 6.93147180369123816490e-1) - n * 1.90821492927058770002e-10
@@ -102,7 +104,7 @@ def expm1(x):
 @triton.jit
 def log1p_unit(x):
     """log(1 + x) for 0 <= x <= 1. 4 ULP."""
-    upper = x > 0.41421356237309504880
+    upper = x > 0.41421356237309504880  # equal (>= for >): both forms hold at the border
     f = tl.where(upper, 0.5 * x - 0.5, x)  # 1 + x = (upper ? 2 : 1) (1 + f), exactly
     s = f / (2.0 + f)
     z = s * s
@@ -129,14 +131,14 @@ def sigmoid_and_slope(x):
     """Both from e = exp(-|x|): 1 - sigmoid(x) would cancel for large x."""
     e = tl.exp(-tl.abs(x))
     r = 1.0 / (1.0 + e)
-    return tl.where(x < 0.0, e * r, r), e * r * r
+    return tl.where(x < 0.0, e * r, r), e * r * r  # equal (<= for <): e is 1 at 0
 
 
 @triton.jit
 def tanh(x):
     e = expm1(-2.0 * tl.abs(x))
     t = e / (e + 2.0)
-    return tl.where(x == 0.0, x, tl.where(x < 0.0, t, -t))
+    return tl.where(x == 0.0, x, tl.where(x < 0.0, t, -t))  # equal (<= for <): 0 was taken before
 
 
 @triton.jit
@@ -157,6 +159,7 @@ def normal_cdf(x):
         p = p * a - 0.45917600573
         p = p * a - 1.1511089035
         upper_tail = tl.exp2(p * a - 0.99999992477)
+        # equal (>= for >): at 0 both are a half within the error of the polynomial
         return tl.where(x > 0.0, 1.0 - upper_tail, upper_tail)
 
 
@@ -178,6 +181,7 @@ def normal_cdf_and_density(x):
         p = p * t + 0.1208455179
         p = p * t + 0.1196232639
         upper_tail = e * (t * p)
+        # equal (>= for >): at 0 both are a half within the error of the polynomial
         return tl.where(x > 0.0, 1.0 - upper_tail, upper_tail), density
 
 

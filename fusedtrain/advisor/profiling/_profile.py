@@ -44,14 +44,14 @@ class Window:
         self._begun = time.perf_counter()
 
     @property
-    def here(self) -> bool:
+    def on_its_thread(self) -> bool:
         """Whether this thread is the one that is profiled."""
         return threading.current_thread() is self._thread
 
     def stop(self, steps: int) -> Recording:
         wait_for_device()
         wall_us = (time.perf_counter() - self._begun) * 1e6
-        if not self.here:
+        if not self.on_its_thread:
             # Nothing of this thread was seen. Under torch 2.10 and 2.11 `stop` would find no
             # profiler here, raise, and leave the process without a profiler for good.
             self.profiler.start_trace()
@@ -140,7 +140,7 @@ class profile:
 
     def _after_step(self, *call: Any) -> None:
         self._ranges.leave()
-        if self._window.here:
+        if self._window.on_its_thread:
             self._steps += 1
         else:
             self._elsewhere = True

@@ -53,7 +53,8 @@ class ProfilingWatcher:
             if count == last:
                 self._conversion.end()
         if self._window is not None:
-            if not self._window.here:  # the training thread had not begun, or is another one now
+            # The training thread had not begun, or is another one now.
+            if not self._window.on_its_thread:
                 self._profiled = 0
                 self._close()
                 self._warmup = count
