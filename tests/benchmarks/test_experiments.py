@@ -31,20 +31,15 @@ from fusedtrain.advisor.bench.gate import NotTheJob
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = Settings(quick=True)
-FEW = (
-    "conv_autotune",
-    "zero_grad",
-    "fused_gelu",
-    "conv_bias",
-    "retained_graph",
-)  # the others are slow
+FAST = ("conv_autotune", "zero_grad", "fused_gelu", "conv_bias", "retained_graph")
 
 
 class Inline:
     """In the place of a process, which imports torch for seconds."""
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return SimpleNamespace(result=lambda answer=function(*arguments): answer)
+        answer = function(*arguments)
+        return SimpleNamespace(result=lambda: answer)
 
 
 @contextlib.contextmanager
@@ -58,7 +53,7 @@ def test_every_experiment_has_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in NAMES]
+    "name", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in NAMES]
 )
 def test_quick(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
