@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -88,7 +88,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
         # One after another: each asks for the threads of the whole machine.
         numbers: dict[str, object] = {label: ask(label, numbers_of) for label in LABELS}
-        times = timed({who: lambda who=who: ask(who, run_steps) for who in LABELS}, settings)
+        times = timed({who: partial(ask, who, run_steps) for who in LABELS}, settings)
     for label in LABELS:
         seconds, measured = times.seconds(label) / calls_of(settings), numbers[label]
         assert isinstance(measured, dict)

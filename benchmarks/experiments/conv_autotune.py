@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Executor
 from functools import cache, partial
 
 import torch
@@ -39,7 +40,7 @@ def _calls_of(switch: str, settings: Settings) -> dict[str, Call]:
     def both() -> object:
         return torch.autograd.grad(conv(leaf), [leaf, *conv.parameters()], gradient)
 
-    calls = {PARTS[0]: torch.no_grad()(partial(conv, x)), PARTS[1]: both}
+    calls: dict[str, Call] = {PARTS[0]: torch.no_grad()(partial(conv, x)), PARTS[1]: both}
     for call in calls.values():
         for _ in range(WARM_UP):
             call()
@@ -55,6 +56,10 @@ def nanoseconds(part: str, switch: str, settings: Settings) -> float:
         call()
     synchronise(settings)
     return (time.perf_counter_ns() - start) / calls
+
+
+def _answer(worker: Executor, part: str, switch: str, settings: Settings) -> float:
+    return worker.submit(nanoseconds, part, switch, settings).result()
 
 
 def rows(settings: Settings) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from benchmarks.experiments.experiment import Settings
 from benchmarks.experiments.models import cifar_resnet, random_batch
 from fusedtrain.apex import fp16_utils
 
-SGD: dict[str, float] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 LOSS_SCALE = 1024.0  # the first; with 65536 an untrained network overflows, and a step is skipped
 EPOCH = 50_000  # images of CIFAR-10
 PIXELS = 32
@@ -79,12 +79,13 @@ def autocast(
 
     def make(model: nn.Module, settings: Settings) -> Step:
         optimizer: torch.optim.Optimizer
+        scaler: torch.amp.GradScaler
         if fused:
             fusedtrain.convert(model, verify=False)
             optimizer = fusedtrain.optim.SGD(model.parameters(), **SGD)
             scaler = fusedtrain.amp.GradScaler(settings.device, LOSS_SCALE, enabled=scaled)
         else:
-            optimizer = torch.optim.SGD(model.parameters(), **SGD)  # type: ignore[arg-type]
+            optimizer = torch.optim.SGD(model.parameters(), **SGD)
             scaler = torch.amp.GradScaler(settings.device, LOSS_SCALE, enabled=scaled)
 
         def loss_of(images: Tensor, labels: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def masters(model: nn.Module, settings: Settings) -> Step:
     dtype = half(settings)
     network = fp16_utils.convert_network(model, dtype)
     parameters, copies = fp16_utils.prep_param_lists(network)
-    optimizer = torch.optim.SGD(copies, **SGD)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(copies, **SGD)
     scale = LOSS_SCALE if dtype == torch.float16 else 1.0
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
@@ -113,7 +114,7 @@ def masters(model: nn.Module, settings: Settings) -> Step:
         (loss * scale).backward()
         fp16_utils.model_grads_to_master_grads(parameters, copies)
         if scale != 1:
-            torch._foreach_div_([master.grad for master in copies], scale)
+            torch._foreach_div_([m.grad for m in copies if m.grad is not None], scale)
         optimizer.step()
         fp16_utils.master_params_to_model_params(parameters, copies)
         return loss.detach()
