@@ -65,9 +65,7 @@ def _answer(worker: Executor, part: str, switch: str, settings: Settings) -> flo
 def rows(settings: Settings) -> Iterator[Row]:
     with processes(("off", "on")) as workers:
         answers: dict[str, Call] = {
-            f"{part}, autotuner {switch}": lambda ask=worker.submit, what=(part, switch): ask(
-                nanoseconds, *what, settings
-            ).result()
+            f"{part}, autotuner {switch}": partial(_answer, worker, part, switch, settings)
             for part in PARTS
             for switch, worker in workers.items()
         }
