@@ -72,7 +72,7 @@ docs: $(VENV)/.docs  ## the documentation site, into build/site; a warning is an
 bench: build  ## benchmarks: JSON, table and bar chart into RESULTS_DIR
 	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.run $(ARGS)
 
-experiments: build  ## published experiments repeated: our numbers beside theirs, and verdicts (ARGS="--list")
+experiments: build  ## published experiments repeated: rows as a table and as JSON lines (ARGS="NAME --quick")
 	RESULTS_DIR=$(RESULTS_DIR) $(PY) -m benchmarks.experiments $(ARGS)
 
 wheel: $(VENV)/.wheel  ## dist/*.whl with CUDA: one file for every Python 3, torch from 2.10, glibc from 2.28 (FUSEDTRAIN_CUDA=0: CPU only)

@@ -1,8 +1,8 @@
-"""Published experiments repeated: their numbers beside ours, and whether the claim holds here."""
+"""Published experiments repeated. docs/experiments.md has what they found, with the dates."""
 
 from __future__ import annotations
 
-# The files of this folder that are an experiment, in the order of the page.
+# The modules of this folder that have ``rows(settings)``, in the order of the page.
 NAMES = (
     "amp_autotune",
     "fp16_resnet",
@@ -20,4 +20,3 @@ NAMES = (
     "data_parallel",
     "networks",
 )
-FOLDER = "experiments"  # of their results, in the folder of all results

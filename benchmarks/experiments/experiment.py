@@ -1,37 +1,32 @@
-"""An experiment: a published claim, runs that repeat it, and a verdict in words."""
+"""Settings and rows of the experiments, and the time and memory of their runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import contextlib
+import multiprocessing
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 
-@dataclass(frozen=True)
-class Column:
-    """A number that every run may have.
+from benchmarks.harness.memory import most_allocated
+from fusedtrain.advisor.bench.clock import (
+    Call,
+    Clock,
+    Effort,
+    cpu_clock,
+    interleave,
+    median_interval,
+)
 
-    Args:
-        name: heading of the table, with the unit.
-        digits: after the point.
-    """
-
-    name: str
-    digits: int = 1
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A published claim.
-
-    Args:
-        text: the claim in one sentence, with its numbers.
-        where: the device, and the kind of publication with its year, as far as known.
-        numbers: label of a run -> key of a column -> the published number.
-    """
-
-    text: str
-    where: str
-    numbers: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+Gain = tuple[float, float, float]  # a ratio of times: the median, and its 99 % interval
+Numbers = dict[str, float | Gain]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,59 +43,109 @@ class Settings:
     quick: bool = False
     seed: int = 0
 
+    def pick(self, quick: T, cpu: T, cuda: T) -> T:
+        """The value for these settings."""
+        return quick if self.quick else cuda if self.device == "cuda" else cpu
+
 
 @dataclass(frozen=True)
-class Run:
+class Row:
     """One line of the table.
 
     Args:
         label: which run.
-        numbers: key of a column -> number. A column without a number was not measured.
-        note: what a reader must know of the run: why a number lacks, what was left out.
+        numbers: heading with the unit -> number. A missing number was not measured.
+        note: reason of a missing number, or what was left out.
     """
 
     label: str
-    numbers: Mapping[str, float]
+    numbers: Mapping[str, float | Gain]
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim holds here.
+class WrongResult(RuntimeError):
+    """A contestant computes something else; its times would mean nothing."""
 
-    Args:
-        holds: None where this device cannot tell.
-        words: one or two sentences with the numbers that decide, and the reason where the claim
-            does not hold.
+
+def require(what: str, error: float, most: float) -> float:
+    """Returns the error.
+
+    Raises:
+        WrongResult: the error is above ``most``, or NaN.
     """
-
-    holds: bool | None
-    words: str
-
-
-Judge = Callable[[Mapping[str, Run], Settings], Sequence[Verdict]]
+    if not error <= most:
+        raise WrongResult(f"{what}: {error:.3g}, where rounding makes at most {most:g}")
+    return error
 
 
 @dataclass(frozen=True)
-class Experiment:
-    """A published experiment.
+class Timed:
+    """Seconds of every contestant, one sample of each a round."""
 
-    Args:
-        name: of its file.
-        title: a few words.
-        question: what a reader wants to know, in a sentence.
-        setup: model, data, batch and steps of these settings, in a sentence.
-        columns: key -> column; the order is that of the table.
-        claims: what was published.
-        runs: measures, and yields each run as soon as it is measured.
-        judge: a verdict for each claim, in the order of ``claims``. Runs may lack.
+    samples: Mapping[str, list[float]]
+
+    def seconds(self, label: str) -> float:
+        """The median."""
+        return statistics.median(self.samples[label])
+
+    def gain(self, slow: str, fast: str) -> Gain:
+        """Time of ``slow`` / time of ``fast``."""
+        pairs = zip(self.samples[slow], self.samples[fast], strict=True)
+        ratios = [first / second for first, second in pairs]
+        return statistics.median(ratios), *median_interval(ratios)
+
+    def over(self, rival: str, label: str, heading: str = "times as fast") -> Numbers:
+        """The gain under this heading; nothing for the rival itself."""
+        return {} if label == rival else {heading: self.gain(rival, label)}
+
+
+def timed(
+    calls: Mapping[str, Call],
+    settings: Settings,
+    rounds: int = 40,
+    seconds: float = 8.0,
+    sample_ns: float = 0.0,
+    clock: Clock | None = None,
+) -> Timed:
+    """Contestants take turns, so that noise of the machine cancels in the ratios of a round."""
+    clock = clock or (_synchronised if settings.device == "cuda" else cpu_clock)
+    effort = Effort(8, rounds, seconds, sample_ns)
+    samples = interleave(calls, clock, Effort(2, 2, 0.0, 0.0) if settings.quick else effort)
+    return Timed({label: [ns * 1e-9 for ns in values] for label, values in samples.items()})
+
+
+def synchronise(settings: Settings) -> None:
+    """Waits for a GPU."""
+    if settings.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _synchronised(call: Call, calls: int) -> float:
+    """Nanoseconds per call from the first line of the host to the end of the GPU's work."""
+    torch.cuda.synchronize()
+    start = time.perf_counter_ns()
+    for _ in range(calls):
+        call()
+    torch.cuda.synchronize()
+    return (time.perf_counter_ns() - start) / calls
+
+
+def peak_mb(call: Callable[[], Any], settings: Settings) -> float:
+    """MB (1e6 bytes) that the call allocates at most, beyond what is allocated before the call."""
+    return most_allocated(call, settings.device)[0] / 1e6
+
+
+@contextlib.contextmanager
+def processes(labels: Iterable[str]) -> Iterator[dict[str, Executor]]:
+    """A process for each label, for settings that a process cannot take back.
+
+    cuDNN's frontend in torch keeps the algorithm that was chosen first for a shape, whether a
+    search (``torch.backends.cudnn.benchmark``) or a heuristic chose the algorithm.
     """
-
-    name: str
-    title: str
-    question: str
-    setup: Callable[[Settings], str]
-    columns: Mapping[str, Column]
-    claims: Sequence[Claim]
-    runs: Callable[[Settings], Iterator[Run]]
-    judge: Judge
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    ignore = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the others
+    with contextlib.ExitStack() as stack:
+        yield {
+            label: stack.enter_context(ProcessPoolExecutor(1, spawn, signal.signal, ignore))
+            for label in labels
+        }

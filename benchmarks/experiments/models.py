@@ -25,23 +25,15 @@ def random_batch(
 
 def decayed_groups(params: Iterable[Tensor], decay: float) -> list[dict[str, Any]]:
     """Norms and biases without weight decay, as in the papers on LARS and LAMB."""
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    parts: tuple[list[Tensor], list[Tensor]] = [], []
     for param in params:
-        groups[param.ndim <= 1]["params"].append(param)
-    return groups
+        parts[param.ndim <= 1].append(param)
+    return [{"params": part, "weight_decay": d} for part, d in zip(parts, (decay, 0.0))]
 
 
 def cifar_resnet(name: str, classes: int = 10, width: int = 64) -> nn.Module:
     """A ResNet whose first convolution is 3 x 3 without stride, and without the first pooling.
-
-    Args:
-        name: "resnet18" or "resnet50".
-        classes: outputs.
-        width: channels of the first stage; 64 is the published width.
-    """
+    Published is a first stage of 64 channels."""
     resnet = import_module("torchvision.models.resnet")
     blocks: dict[str, tuple[Any, list[int]]] = {
         "resnet18": (resnet.BasicBlock, [2, 2, 2, 2]),
@@ -65,9 +57,6 @@ def cifar_resnet(name: str, classes: int = 10, width: int = 64) -> nn.Module:
     return network
 
 
-# --- a small ResNet for 16 to 32 pixels (He et al. 2015, arXiv:1512.03385, section 4.2) ---
-
-
 class Block(nn.Module):
     """Two convolutions with batch norm, and the sum with the input."""
 
@@ -88,13 +77,11 @@ class Block(nn.Module):
 
 
 def small_resnet(settings: Settings, width: int, depth: int = 1, classes: int = 10) -> nn.Module:
-    """``6 depth + 2`` layers, the first of ``width`` channels, on the device of the settings."""
+    """A ResNet of ``6 depth + 2`` layers for 16 to 32 pixels (He et al. 2015, arXiv:1512.03385,
+    section 4.2), the first of ``width`` channels, on the device of the settings."""
     torch.manual_seed(settings.seed)
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, width, 3, padding=1, bias=False),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-    ]
+    stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+    layers: list[nn.Module] = [stem, nn.BatchNorm2d(width), nn.ReLU()]
     inputs = width
     for stage in range(3):
         for number in range(depth):
@@ -106,34 +93,20 @@ def small_resnet(settings: Settings, width: int, depth: int = 1, classes: int = 
     return model
 
 
-# --- a small vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) for images of a few
-# pixels, with the mean of the tokens in the place of a class token ---
-
-
 class SmallViT(nn.Module):
-    """Patches, blocks with the norm first, the mean of the tokens, a linear layer."""
+    """A small vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929) for images of ``size``
+    pixels: blocks with the norm first, the mean of the tokens in the place of a class token."""
 
     def __init__(self, size: int, patch: int, width: int, depth: int, classes: int) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.positions = nn.Parameter(0.02 * torch.randn(1, (size // patch) ** 2, width))
-        self.blocks = nn.Sequential(
-            *(
-                nn.TransformerEncoderLayer(
-                    width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True
-                )
-                for _ in range(depth)
-            )
-        )
-        self.norm = nn.LayerNorm(width)
+        sizes: tuple[Any, ...] = (width, 4, 2 * width, 0.0, "gelu", 1e-5, True, True)
+        blocks = [nn.TransformerEncoderLayer(*sizes) for _ in range(depth)]
+        self.rest = nn.Sequential(*blocks, nn.LayerNorm(width))
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions
-        y: Tensor = self.head(self.norm(self.blocks(tokens)).mean(1))
+        y: Tensor = self.head(self.rest(tokens).mean(1))
         return y
-
-
-def small_vit(size: int, patch: int, width: int, depth: int, classes: int) -> nn.Module:
-    """For images of ``size`` pixels, a multiple of ``patch``; weights from torch's seed."""
-    return SmallViT(size, patch, width, depth, classes)

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 import fusedtrain
 from benchmarks.experiments.experiment import Settings
 from benchmarks.experiments.models import cifar_resnet, random_batch
-from fusedtrain.apex.fp16_utils import (
-    convert_network,
-    master_params_to_model_params,
-    model_grads_to_master_grads,
-    prep_param_lists,
-)
+from fusedtrain.apex import fp16_utils
 
-LR, MOMENTUM, DECAY = 0.01, 0.9, 5e-4
+SGD: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
 LOSS_SCALE = 1024.0  # the first; with 65536 an untrained network overflows, and a step is skipped
 EPOCH = 50_000  # images of CIFAR-10
 PIXELS = 32
+
+Step = Callable[[Tensor, Tensor], Tensor]  # images, labels -> loss
+Maker = Callable[[nn.Module, Settings], Step]
 
 
 def half(settings: Settings) -> torch.dtype:
@@ -33,13 +31,7 @@ def half(settings: Settings) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Job:
-    """A network, and the batch that is trained.
-
-    Args:
-        network: "resnet18" or "resnet50".
-        width: channels of the first stage.
-        batch: images of a step.
-    """
+    """A network ("resnet18" or "resnet50"), channels of its first stage, images of a step."""
 
     network: str
     width: int
@@ -56,14 +48,6 @@ class Job:
         """Random images and labels."""
         images, labels = random_batch(settings, self.batch, PIXELS, more_seed=1)
         return images.contiguous(memory_format=torch.channels_last), labels
-
-
-Step = Callable[[Tensor, Tensor], Tensor]  # images, labels -> loss
-Maker = Callable[[nn.Module, Settings], Step]
-
-
-def _sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY)
 
 
 def _scaled_step(
@@ -84,36 +68,28 @@ def _scaled_step(
 
 def full(model: nn.Module, settings: Settings) -> Step:
     """float32."""
-    scaler = torch.amp.GradScaler(settings.device, enabled=False)
-    return _scaled_step(
-        _sgd(model.parameters()), scaler, lambda x, labels: F.cross_entropy(model(x), labels)
-    )
+    return autocast(torch.bfloat16, scaled=False, enabled=False)(model, settings)
 
 
-def _fused(
-    parameters: Any, settings: Settings, scaled: bool, **options: Any
-) -> tuple[torch.optim.Optimizer, torch.amp.GradScaler]:
-    """fusedtrain's optimizer and scaler."""
-    return (
-        fusedtrain.optim.SGD(parameters, LR, momentum=MOMENTUM, weight_decay=DECAY, **options),
-        fusedtrain.amp.GradScaler(settings.device, init_scale=LOSS_SCALE, enabled=scaled),
-    )
-
-
-def autocast(dtype: torch.dtype, *, scaled: bool, fused: bool = False) -> Maker:
+def autocast(
+    dtype: torch.dtype, *, scaled: bool, fused: bool = False, enabled: bool = True
+) -> Maker:
     """AMP: autocast, and a GradScaler where ``scaled``; with fusedtrain's network, optimizer and
     scaler where ``fused``."""
 
     def make(model: nn.Module, settings: Settings) -> Step:
+        optimizer: torch.optim.Optimizer
+        scaler: torch.amp.GradScaler
         if fused:
             fusedtrain.convert(model, verify=False)
-            optimizer, scaler = _fused(model.parameters(), settings, scaled)
+            optimizer = fusedtrain.optim.SGD(model.parameters(), **SGD)
+            scaler = fusedtrain.amp.GradScaler(settings.device, LOSS_SCALE, enabled=scaled)
         else:
-            optimizer = _sgd(model.parameters())
+            optimizer = torch.optim.SGD(model.parameters(), **SGD)
             scaler = torch.amp.GradScaler(settings.device, LOSS_SCALE, enabled=scaled)
 
         def loss_of(images: Tensor, labels: Tensor) -> Tensor:
-            with torch.autocast(settings.device, dtype):
+            with torch.autocast(settings.device, dtype, enabled=enabled):
                 return F.cross_entropy(model(images), labels)
 
         return _scaled_step(optimizer, scaler, loss_of)
@@ -127,22 +103,20 @@ def masters(model: nn.Module, settings: Settings) -> Step:
     A scale of the loss is needed in float16 alone; the scale is static, as in the publications.
     """
     dtype = half(settings)
-    network = convert_network(model, dtype)
-    parameters, copies = prep_param_lists(network)
-    optimizer = _sgd(copies)
+    network = fp16_utils.convert_network(model, dtype)
+    parameters, copies = fp16_utils.prep_param_lists(network)
+    optimizer = torch.optim.SGD(copies, **SGD)
     scale = LOSS_SCALE if dtype == torch.float16 else 1.0
 
     def step(images: Tensor, labels: Tensor) -> Tensor:
         network.zero_grad()
         loss = F.cross_entropy(network(images.to(dtype)).float(), labels)
         (loss * scale).backward()
-        model_grads_to_master_grads(parameters, copies)
+        fp16_utils.model_grads_to_master_grads(parameters, copies)
         if scale != 1:
-            for master in copies:
-                assert master.grad is not None
-                master.grad.div_(scale)
+            torch._foreach_div_([m.grad for m in copies if m.grad is not None], scale)
         optimizer.step()
-        master_params_to_model_params(parameters, copies)
+        fp16_utils.master_params_to_model_params(parameters, copies)
         return loss.detach()
 
     return step
@@ -152,10 +126,10 @@ def fused_masters(model: nn.Module, settings: Settings) -> Step:
     """The same with fusedtrain: the optimizer keeps the masters, the scaler is in its sweeps."""
     dtype = half(settings)
     fusedtrain.convert(model, verify=False)
-    network = convert_network(model, dtype)
-    optimizer, scaler = _fused(
-        network.parameters(), settings, dtype == torch.float16, master_weights=True
-    )
+    network = fp16_utils.convert_network(model, dtype)
+    optimizer = fusedtrain.optim.SGD(network.parameters(), master_weights=True, **SGD)
+    scaled = dtype == torch.float16
+    scaler = fusedtrain.amp.GradScaler(settings.device, LOSS_SCALE, enabled=scaled)
     return _scaled_step(
         optimizer, scaler, lambda x, labels: F.cross_entropy(network(x.to(dtype)).float(), labels)
     )
@@ -165,17 +139,15 @@ def whole_training(job: Job, make: Maker, settings: Settings) -> Callable[[], ob
     """Two steps from nothing: all that training needs is allocated within this call."""
 
     def train() -> object:
-        images, labels = job.data(settings)
-        model = job.model(settings)
-        step = make(model, settings)
-        for _ in range(2):
-            step(images, labels)
-        return model, step
+        step = fresh_step(job, make, settings)
+        step()
+        step()
+        return step
 
     return train
 
 
-def fresh_step(job: Job, make: Maker, settings: Settings) -> Callable[[], object]:
+def fresh_step(job: Job, make: Maker, settings: Settings) -> Callable[[], Any]:
     """A step of a network of its own, on one batch."""
     images, labels = job.data(settings)
     step = make(job.model(settings), settings)
