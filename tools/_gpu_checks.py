@@ -66,7 +66,7 @@ def test_ncu(place: int) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experiment(name: str) -> None:
-    """No run raises. A verdict against a published claim is a result and no failure."""
+    """No run raises. Numbers that differ from published ones are results and no failure."""
     code = main([name, *os.environ[OPTIONS].split()])
     if code == INTERRUPTED:  # the time is up: neither passed nor failed
         raise KeyboardInterrupt

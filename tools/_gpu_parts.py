@@ -147,7 +147,7 @@ def parts(gpu: str, slug: str, workers: int) -> list[Part]:
     rows += ["--first", "--keep-rows", *(f"--store={folder}/{slug}.json" for folder in folders)]
     counters = f"{find('ncu') or 'ncu'} --section SpeedOfLight {tiny} | tee /dev/stderr"
     counters += " | grep -q 'DRAM Throughput'"
-    options = {OPTIONS: f"{device[0]} --resume --also={STATE_RESULTS}"}
+    options = {OPTIONS: f"{device[0]} --also={STATE_RESULTS}"}
     some = ("--no-compile", "--op=mish", "--op=silu", "--op=relu")
     return [
         checks("machine", "machine", seconds=60.0),

@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of data and weights")
     parser.add_argument("--json", type=Path, metavar="PATH", help="the file that gets the rows")
     parser.add_argument("--also", type=Path, metavar="DIR", help="a folder that gets them, too")
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)  # has no effect
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in NAMES]:
         parser.error(f"unknown: {', '.join(unknown)}. The experiments are: {', '.join(NAMES)}")
