@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from .._capture import refuse_capture
 from ..optim import FusedOptimizer
 from ..optim._release_checks import check_loss
-from ._scaled_clipping import ScaledClipping
+from .scaled_clipping import ScaledClipping
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -307,9 +307,11 @@ def _fitting(
     limit: int,
     show: Callable[[str], None],
     measure: Callable[[Choice], int],
+    above: bool = True,
 ) -> tuple[Choice, Outcome, int]:
     """The fastest choice with a measured peak within the limit. Without one the choice of the
-    lowest peak of all that were measured, the lowest simulated one among them."""
+    lowest peak of all that were measured, the lowest simulated one among them. `above`: whether a
+    step may run that is simulated above the limit; else the simulated peak counts."""
     target, tried = limit, list[tuple[Choice, Outcome, int]]()
 
     def attempt(choice: Choice, outcome: Outcome) -> None:
@@ -333,7 +335,10 @@ def _fitting(
     search.deepen()
     nothing = (False,) * len(search.simulator.bytes)
     for chosen, outcome in (search.least(), (nothing, search.simulator.run(nothing))):
-        attempt(chosen, outcome)
+        if above or outcome.peak <= limit:
+            attempt(chosen, outcome)
+        else:
+            tried.append((chosen, outcome, outcome.peak))
     return min(tried, key=lambda one: one[2])
 
 

@@ -105,7 +105,7 @@ class BatchPlanner:
 
         nothing = Outcome(0.0, 0, 0)
         chosen, outcome, peak = _fitting(
-            search, limit, show, lambda chosen: measure(made(chosen, nothing, 0))
+            search, limit, show, lambda chosen: measure(made(chosen, nothing, 0)), above=False
         )
         if peak > limit:
             raise ValueError(f"budget: no plan needs less than {_least(search, peak, 0)}")

@@ -61,7 +61,7 @@ def test_quick(
     for module in (amp_autotune, conv_autotune):
         monkeypatch.setattr(module, "processes", inline)
     path = tmp_path / "rows.jsonl"
-    arguments = [name, "--quick", "--resume", f"--json={path}", f"--also={tmp_path}"]
+    arguments = [name, "--quick", f"--json={path}", f"--also={tmp_path}"]
     assert command.main(arguments) == 0
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     labels = [line["label"] for line in lines]

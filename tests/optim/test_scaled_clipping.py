@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.amp import GradScaler, _host_copy
+from fusedtrain.amp import GradScaler, host_copy
 
 Clip = Callable[[Any, Any, list[nn.Parameter]], Any]
 
@@ -106,13 +106,13 @@ def test_silence_with_gradients_that_are_always_the_same() -> None:
 def test_nothing_waits_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning comes later if the device is behind; nothing is recorded meanwhile."""
     arrived: list[bool] = []
-    numbers = _host_copy.HostCopy.numbers
+    numbers = host_copy.HostCopy.numbers
 
     def late(one: Any) -> Any:
         arrived.append(len(arrived) >= 3)
         return numbers(one) if arrived[-1] else None
 
-    monkeypatch.setattr(_host_copy.HostCopy, "numbers", late)
+    monkeypatch.setattr(host_copy.HostCopy, "numbers", late)
     assert len(train(GradScaler("cpu"), fusedtrain.optim.SGD, scaled)[0]) == 1
     assert arrived == [False, False, False, True]
 

@@ -27,7 +27,7 @@ from ._losses import checked_call, draw_of, is_sized, loss_of
 from ._report import HEADINGS, FitReport, FitRow
 from ._trainer import Trainer
 
-__all__ = ["HEADINGS", "PRECISIONS", "FitReport", "FitRow", "fit"]
+__all__ = ["HEADINGS", "FitReport", "FitRow", "fit"]
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}  # of autocast
 

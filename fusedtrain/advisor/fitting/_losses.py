@@ -85,7 +85,7 @@ def loss_of(step: Callable[[Any, Any], Tensor] | str) -> Outcome:
 
 
 def usual_loss(model: Any, batch: Any) -> tuple[Any, Tensor]:
-    """The model's own loss for named arguments, as transformers has it; cross-entropy for a pair."""
+    """The model's own loss for named arguments, as transformers has it, else cross-entropy."""
     output = loss = None
     if isinstance(batch, dict):
         output = model(**batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...amp._host_copy import HostCopy
+from ...amp.host_copy import HostCopy
 
 
 class Notices:

@@ -70,7 +70,7 @@ def test_the_probe_sees_convolutions_classes_and_memory():
 
 
 def test_a_model_that_classifies_nothing_is_refused():
-    with pytest.raises(TypeError, match=r"for 2 samples the model returns \(2,\); tune trains"):
+    with pytest.raises(TypeError, match=r"for 2 samples the model returns \(2,\); cross-entropy"):
         trial(facts={}, model=f"{HERE}:Summing").probe()
     with pytest.raises(TypeError, match="time_of_day returned float, not a module"):
         trial(facts={}, model=f"{HERE}:time_of_day").probe()

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._capture import is_capturing
 from .._graph.warning import level_outside
 from ..optim import FusedOptimizer
-from ._host_copy import HostCopy
+from .host_copy import HostCopy
 
 _STEPS, _WINDOWS = 4, 8  # consecutive steps that are judged, and how often at most
 _ALIKE, _DIFFERENT = 1e-5, 1e-3
@@ -30,7 +30,7 @@ class ScaledClipping:
 
     def __init__(self) -> None:
         self._optimizer: Any = None
-        self._rows: list[Tensor] = []  # norm, share, scale
+        self._rows: list[Tensor] = []  # squares of the unscaled gradients' norms, scale
         self._copy: HostCopy | None = None
         self._windows = _WINDOWS
 
@@ -39,25 +39,28 @@ class ScaledClipping:
 
     def look(self, optimizer: FusedOptimizer, scale: Tensor) -> None:
         """To be called after a step that has unscaled the gradients itself."""
-        if not self._windows or is_capturing():
+        if not self._windows or torch.compiler.is_compiling() or is_capturing():
             return
         self._optimizer = self._optimizer or weakref.ref(optimizer)
         if self._copy is None and self._optimizer() is optimizer:
             squares = optimizer._squares()
             if squares is not None:
-                norm, factor = squares.sum().sqrt(), scale.to(squares).reshape(())
-                self._rows.append(torch.stack([norm * factor, squares[0].sqrt() / norm, factor]))
+                self._rows.append(torch.cat([squares, scale.to(squares).reshape(1)]))
             if len(self._rows) == _STEPS:
                 self._copy, self._rows = HostCopy(torch.stack(self._rows)), []
         if self._copy is not None and (rows := self._copy.numbers()) is not None:
             self._copy = None
             self._windows -= 1
-            self._judge(*zip(*rows, strict=True))
+            self._judge(rows)
 
-    def _judge(self, norms: Any, shares: Any, scales: Any) -> None:
+    def _judge(self, rows: list[list[float]]) -> None:
+        scales = [row.pop() for row in rows]
+        norms = [math.sqrt(sum(row)) * scale for row, scale in zip(rows, scales, strict=True)]
         limit, scale = norms[-1], scales[-1]
-        if not all(map(math.isfinite, norms)) or _alike(shares, _DIFFERENT):
+        if not all(map(math.isfinite, norms)) or not all(norms):
             return  # these steps say nothing
+        if _alike([math.sqrt(row[0] / sum(row)) for row in rows], _DIFFERENT):
+            return
         self._windows = 0
         is_small = min(scales) >= _LEAST_SCALE and limit <= _MOST_LIMIT
         if is_small and _alike([*norms, float(f"{limit:.1e}")], _ALIKE):
