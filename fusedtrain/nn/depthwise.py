@@ -24,6 +24,8 @@ def _padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
 
 def convolve(layer: Any, input: Tensor) -> Tensor:
     """The forward of a depthwise convolution of torch's class or of ours."""
+    if layer.groups != layer.in_channels:  # edited since
+        return layer._conv_forward(input, layer.weight, layer.bias)
     input, padding = _padded(layer, input)
     function = _FUNCTIONS[len(layer.kernel_size)]
     return function(input, layer.weight, layer.bias, layer.stride, padding, layer.dilation)

@@ -88,6 +88,12 @@ def test_a_converted_model_keeps_the_op_under_compile() -> None:
     compiled, graphs = graph_of(model)
     torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
     assert "depthwise_conv_chosen" in graphs[0]
+    model.conv.groups, kernel = 4, torch.randn(8, 2, 3, 3)
+    model.conv.weight = nn.Parameter(kernel)
+    want = T.conv2d(x, kernel, model.conv.bias, padding=1, groups=4).relu()
+    torch.testing.assert_close(model(x), want)
+    torch.testing.assert_close(compiled(x), want)
+    model.conv.groups, model.conv.weight = 8, nn.Parameter(kernel[:, :1].clone())
     fusedtrain.revert(model)
     torch.testing.assert_close(compiled(x), model(x))
     assert "depthwise_conv_chosen" not in graphs[1]
