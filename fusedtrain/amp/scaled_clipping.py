@@ -30,7 +30,7 @@ class ScaledClipping:
 
     def __init__(self) -> None:
         self._optimizer: Any = None
-        self._rows: list[Tensor] = []  # squares of the unscaled gradients' norms, scale
+        self._rows: list[tuple[Tensor, Tensor]] = []  # squares by gradient, scale
         self._copy: HostCopy | None = None
         self._windows = _WINDOWS
 
@@ -44,22 +44,24 @@ class ScaledClipping:
         self._optimizer = self._optimizer or weakref.ref(optimizer)
         if self._copy is None and self._optimizer() is optimizer:
             squares = optimizer._squares()
-            if squares is not None:
-                self._rows.append(torch.cat([squares, scale.to(squares).reshape(1)]))
+            if squares is not None and len(squares):
+                self._rows.append((squares.clone(), scale.clone()))
             if len(self._rows) == _STEPS:
-                self._copy, self._rows = HostCopy(torch.stack(self._rows)), []
+                numbers = [n for s, scale in self._rows for n in (s.sum(), s[0], scale.to(s))]
+                kept = torch.stack([number.reshape(()) for number in numbers])
+                self._copy, self._rows = HostCopy(kept.view(_STEPS, 3)), []
         if self._copy is not None and (rows := self._copy.numbers()) is not None:
             self._copy = None
             self._windows -= 1
-            self._judge(rows)
+            self._judge(*zip(*rows, strict=True))
 
-    def _judge(self, rows: list[list[float]]) -> None:
-        scales = [row.pop() for row in rows]
-        norms = [math.sqrt(sum(row)) * scale for row, scale in zip(rows, scales, strict=True)]
+    def _judge(self, squares: Any, firsts: Any, scales: Any) -> None:
+        norms = [math.sqrt(one) * scale for one, scale in zip(squares, scales, strict=True)]
         limit, scale = norms[-1], scales[-1]
         if not all(map(math.isfinite, norms)) or not all(norms):
             return  # these steps say nothing
-        if _alike([math.sqrt(row[0] / sum(row)) for row in rows], _DIFFERENT):
+        shares = [math.sqrt(first / one) for first, one in zip(firsts, squares, strict=True)]
+        if _alike(shares, _DIFFERENT):
             return
         self._windows = 0
         is_small = min(scales) >= _LEAST_SCALE and limit <= _MOST_LIMIT
