@@ -50,8 +50,7 @@ def _tests(names: str) -> list[str]:
 SHORT = _tests(
     """
     test_export test_fx test_autograd_cpp test_batch_norm_compilers test_convert test_fold
-    test_compiled_steps test_captured_steps test_optimizer_checkpoints
-    test_laws::test_torch_has_the_names_of_the_bindings
+    test_compiled_steps test_captured_steps test_optimizer_checkpoints test_depthwise_compiled
     """
 )
 OLDEST = [
