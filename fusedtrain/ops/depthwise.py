@@ -189,6 +189,10 @@ def _plan(
     return _Plan(*geometry, channels_last, use)
 
 
+def _is_last(input: Tensor, weight: Tensor) -> bool:
+    return weight.dim() > 3 and (suggests_channels_last(input) or suggests_channels_last(weight))
+
+
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
 ) -> _Plan | None:
@@ -198,10 +202,10 @@ def _plan_of(
     sides = padding if type(padding) is str else _numbers(padding, count)
     if step is None or spread is None or sides is None:
         return None
-    last = count > 1 and (suggests_channels_last(input) or suggests_channels_last(weight))
     return _plan(
         input.shape, weight.shape, None if bias is None else bias.shape, step, sides, spread,
-        input.dtype, last, _MEASURED.get(input.device.type), _EVERYWHERE, mkldnn_is_on(),
+        input.dtype, _is_last(input, weight), _MEASURED.get(input.device.type), _EVERYWHERE,
+        mkldnn_is_on(),
     )  # fmt: skip
 
 
@@ -234,10 +238,6 @@ def _chosen_backward(
     made = gradients_of(grad, input, weight, plan.use, asked, *rest)
     of_input, of_weight, of_bias = (weight.new_empty(0) if t is None else t for t in made)
     return of_input, of_weight, of_bias
-
-
-def _is_last(input: Tensor, weight: Tensor) -> bool:
-    return weight.dim() > 3 and (suggests_channels_last(input) or suggests_channels_last(weight))
 
 
 def _fake_chosen(
