@@ -44,6 +44,7 @@ from .depthwise_autograd import (
     fake,
     fake_backward,
     gradients_of,
+    known,
 )
 
 __all__ = ["depthwise_conv1d", "depthwise_conv2d", "depthwise_conv3d"]
@@ -269,7 +270,7 @@ def _backward_of_chosen(ctx: Any, grad: Tensor) -> Any:
     made = torch.ops.fusedtrain.depthwise_conv_chosen_backward(
         grad, *ctx.saved_tensors, *ctx.rest, *asked
     )
-    return (*(t if wanted else None for t, wanted in zip(made, asked, strict=True)), *(None,) * 3)
+    return (*known(made, asked), *(None,) * 3)
 
 
 torch.library.register_autograd(

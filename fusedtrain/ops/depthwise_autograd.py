@@ -89,7 +89,7 @@ class DepthwiseConv(torch.autograd.Function):
         # torch's own gradients can be differentiated as they are.
         if any(ctx.use) and plain_backward(grad):
             plain = reference.depthwise_conv_backward(grad, input, weight, *ctx.rest, *asked)
-            return (*_known(plain, asked), *rest)
+            return (*known(plain, asked), *rest)
         return (*gradients_of(grad, input, weight, ctx.use, asked, *ctx.rest), *rest)
 
 
@@ -106,7 +106,7 @@ def gradients_of(
         made = _depthwise_conv_backward(
             grad, input, weight, stride, padding, dilation, channels_last, *ours
         )
-        gradients = _known(made, ours)
+        gradients = known(made, ours)
     if any(torchs):
         other = torch.ops.aten.convolution_backward(
             grad, input, weight, [weight.size(0)], stride, padding, dilation, False,
@@ -118,7 +118,7 @@ def gradients_of(
     return gradients
 
 
-def _known(gradients: Sequence[Tensor], asked: Sequence[bool]) -> tuple[Tensor | None, ...]:
+def known(gradients: Sequence[Tensor], asked: Sequence[bool]) -> tuple[Tensor | None, ...]:
     return tuple(t if wanted else None for t, wanted in zip(gradients, asked, strict=True))
 
 
