@@ -1,5 +1,6 @@
-"""How ``_C_autograd.so`` is built: by setup.py, which loads this file by its path, and by
-``python -m fusedtrain build-autograd``. Imports neither torch nor the rest of the package.
+"""The build of ``_C_autograd.so``, by ``python -m fusedtrain build-autograd`` and by setup.py.
+
+The latter loads this file by its path. Imports neither torch nor the rest of the package.
 
 The file is for one torch and one Python, whose headers it is compiled with. It needs a C++ compiler
 and Python.h, no ninja.

@@ -38,7 +38,7 @@ class ScaledClipping:
         return type(self), ()
 
     def look(self, optimizer: FusedOptimizer, scale: Tensor) -> None:
-        """To be called after a step that has unscaled the gradients itself."""
+        """Records a step that has unscaled the gradients itself; the caller has just made it."""
         if not self._windows or torch.compiler.is_compiling() or is_capturing():
             return
         self._optimizer = self._optimizer or weakref.ref(optimizer)

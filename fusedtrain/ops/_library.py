@@ -1,4 +1,4 @@
-"""How an op is defined, with its fake kernel and its fallback, and how it is called."""
+"""Definition of ops, with fake kernels and fallbacks, and their calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _warned: set[str] = set()  # types of devices
 
 
 def warn_once(device: torch.device) -> None:
-    """Says on which type of device the reference is used, and why, unless it was asked for."""
+    """Warns, once a type of device, that plain torch is used there unasked, and why."""
     if device.type not in _warned:
         _warned.add(device.type)
         reason = _backends.why_not(device.type)
@@ -100,8 +100,10 @@ def op(name: str) -> Callable[..., Any]:
 
 
 def public_in(module: dict[str, Any]) -> list[str]:
-    """Gives the public functions of a module its name, and lists their names. Pickles name a
-    function by its module, in graphs of torch.fx and in forwards that convert wrote."""
+    """Names of a module's public functions, whose `__module__` it becomes.
+
+    Pickles of torch.fx graphs and of converted forwards name a function by its module.
+    """
     names = [
         name
         for name, value in module.items()

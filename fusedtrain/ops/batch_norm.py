@@ -107,7 +107,7 @@ def _fits(
 
 
 def _converted(input: Tensor, norm: Norm) -> Norm:
-    """With copies of vectors in the dtype and the density that the op takes, where that is enough.
+    """The norm, its vectors copied to the dtype and the density of the op where they differ.
 
     A model that was cast to 16 bits as a whole has vectors of 16 bits. Elements that share memory
     are left as they are: the op could not write to them.

@@ -131,7 +131,7 @@ if _cpp is not None:
 
 
 def recomputed_as_torch(norm: BatchNormBase, input: Tensor, output: Tensor) -> None:
-    """Notes how to compute again, with the same bits, what torch's batch norm has returned."""
+    """Registers the recomputation, with the same bits, of an output of torch's batch norm."""
     scope = _recompute.scope()
     if scope is None or output.grad_fn is None:
         return

@@ -119,7 +119,7 @@ def _numbers(value: Any, count: int) -> Numbers | None:
 
 
 class _Plan(NamedTuple):
-    """How the kernels run a call."""
+    """Geometry of a call as the kernels take it, and the passes that ours run."""
 
     stride: Numbers
     padding: Numbers

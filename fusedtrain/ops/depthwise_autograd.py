@@ -49,7 +49,7 @@ _depthwise_conv_backward = op("depthwise_conv_backward")
 
 
 class Faster(NamedTuple):
-    """Where our kernel is faster than torch's: the forward and each gradient choose for themselves.
+    """Passes in which our kernel is faster than torch's; each pass chooses for itself.
 
     The bias goes with the weight.
     """

@@ -50,7 +50,7 @@ _Pair = tuple[int, int]
 
 
 def _maxima(input: Tensor, *window: Any) -> Tensor:
-    """Without codes: for those who need no gradient, or have the codes."""
+    """Maxima without codes: no gradient is needed, or the codes are kept already."""
     *sizes, channels_last = window
     output: Tensor = _max_pool2d(input, *sizes, 0, channels_last)[0]
     return output

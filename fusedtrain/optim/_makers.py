@@ -30,7 +30,7 @@ def foreign_maker(cls: Any, saved: Mapping[str, Any]) -> Any:
     decoupled = saved["param_groups"][0].get("decoupled_weight_decay", False)
 
     def rank(other: Any) -> tuple[int, bool]:
-        """How well a class fits. AdamW's groups have a key more than its arguments, as Adam's."""
+        """Fitness of a class. AdamW's and Adam's groups have one key more than their arguments."""
         misses = (keys_of(other) ^ keys) - {"decoupled_weight_decay"}
         return -len(misses), (other.__name__ == "AdamW") == bool(decoupled)
 
@@ -55,12 +55,12 @@ def states_of(cls: Any) -> set[str]:
 
 
 def _kept(cls: Any) -> list[set[str]]:
-    """Its states with the shape of the parameter, and those that are numbers."""
+    """States of a parameter's shape, and states that are numbers."""
     return [set(filter(None, kind)) for kind in (cls._states, cls._scalar_names)]
 
 
 def _needed(cls: Any) -> list[set[str]]:
-    """Without what another class can do without, and "step", which timm's LAMB has elsewhere."""
+    """States without those that a counterpart lacks ("step" of timm's LAMB is elsewhere)."""
     return [kind - {"max_exp_avg_sq", "step"} for kind in _kept(cls)]
 
 

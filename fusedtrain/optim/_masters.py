@@ -95,7 +95,7 @@ class Versions:
         self._of[id(p)] = version_of(p, inner)
 
     def note_whole(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Notes parameters, with this rank's parts of them, that have float32 masters."""
+        """Records versions of parameters that have float32 masters, and of this rank's parts."""
         self._of.update({id(p): _seen(p, inner) for p, inner in pairs})
 
     def follow(self, p: Tensor, inner: Tensor, master: Tensor) -> None:

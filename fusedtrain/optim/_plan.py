@@ -75,7 +75,7 @@ class Store:
         self.known: dict[int, Tensor] = {}
 
     def count_one_step(self, loaded: set[int]) -> None:
-        """For a checkpoint without step counts: a parameter with states, by id, has had a step."""
+        """Counts one step for parameters with states (ids) where a checkpoint has no counts."""
         steps = torch.zeros_like(self.scalars[0], device="cpu")
         steps[[column for key, column in self.columns.items() if key in loaded]] = 1
         self.scalars[0].copy_(steps)
@@ -259,7 +259,7 @@ class Plan:
             self.stale |= self.store.versions.drop_stale(*one)
 
     def note_versions(self) -> None:
-        """Notes the versions after a step: a later one means that others wrote to a parameter."""
+        """Records versions after a step: a later version means that others wrote to a parameter."""
         self.store.versions.note_whole([(p, inner) for p, inner, _ in self.behind])
         for p, _, master in self.whole:
             self.store.versions.note_master(p, master)

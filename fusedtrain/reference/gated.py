@@ -42,7 +42,7 @@ def _opened(gate: Tensor, f: Pointwise) -> Tensor:
 
 
 def gated_spread(gate: Tensor, value: Tensor, activation: int, a: float, b: float) -> Tensor:
-    """With a gate of one value for each sample and channel, [N, C, 1, ...]."""
+    """Product with a gate of one value a sample and channel, [N, C, 1, ...]."""
     return scale_add(value, _opened(gate, Pointwise(activation, a, b)), None, 1)
 
 

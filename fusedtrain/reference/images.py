@@ -75,7 +75,7 @@ def vector_of(name: str, values: Numbers, channels: int, device: torch.device) -
 
 
 def mean_or_imagenet(mean: Numbers | None) -> Numbers:
-    """For TorchScript, which takes neither these defaults nor the tuples above."""
+    """The mean, or ImageNet's: TorchScript takes neither such defaults nor the tuples above."""
     if mean is None:
         return [0.485, 0.456, 0.406]
     return mean

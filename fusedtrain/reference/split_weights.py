@@ -36,7 +36,7 @@ def join_weights(param: Tensor, correction: Tensor) -> Tensor:
 
 
 def is_rounded(param: Tensor, master: Tensor) -> Tensor:
-    """Where a 16-bit parameter is its float32 master, rounded, with ties either way."""
+    """Mask of 16-bit parameters that are their float32 masters, rounded, ties either way."""
     if param.dtype == torch.float16:
         return master.to(torch.float16).view(torch.int16) == param.view(torch.int16)
     upper = param.view(torch.int16).to(torch.int64) << 16

@@ -172,6 +172,6 @@ def shape_of(
 
 
 def as_promised(result: Tensor, input: Tensor) -> Tensor:
-    """With the strides that the op promises."""
+    """The result in the strides that the op promises."""
     promised = torch.empty_like(input)
     return result if result.stride() == promised.stride() else promised.copy_(result)

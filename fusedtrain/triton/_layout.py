@@ -63,7 +63,7 @@ _PROGRAMS = 1024
 
 
 def steps_of(blocks: int, programs: int) -> int:
-    """How many of the summed `blocks` each of `programs` takes: a power of two."""
+    """Number of summed `blocks` that each of `programs` takes: a power of two."""
     wanted = min(16, blocks, programs // _PROGRAMS)
     return 1 << max(0, wanted.bit_length() - 1)
 

@@ -97,7 +97,7 @@ def clip_units_kernel(
 def judge(
     sums_ptr, options_ptr, found_inf_ptr, count, MEASURED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """For all tensors: whether to skip, number of bad elements, norm, clip coefficient."""
+    """Verdict over all tensors: whether to skip, number of bad elements, norm, clip coefficient."""
     bad, squares = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     if MEASURED:
         for i in range(tl.cdiv(count, BLOCK)):

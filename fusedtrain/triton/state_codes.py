@@ -29,7 +29,7 @@ def group_scales(x):
 
 @triton.jit
 def rounding_chances(random):
-    """From 2^-14 to 1 - 2^-14 for each lane of rows with 32 random bits."""
+    """Chances from 2^-14 to 1 - 2^-14, one a lane, of rows with 32 random bits."""
     lanes = tl.arange(0, LANES).to(tl.uint32) * 0x9E3779B9
     bits = (random[:, None] + lanes[None, :]) >> 19
     return (2 * bits + 1).to(tl.int32).to(tl.float32) * 6.103515625e-05
