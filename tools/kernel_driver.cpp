@@ -53,10 +53,10 @@ void pointwise(std::istream& line) {
   const Bytes x = read(bytes), grad = read(bytes);
   Bytes y = fresh(bytes), grad_input = fresh(bytes);
   const Dtype type = static_cast<Dtype>(dtype);
-  cpu::pointwise(PointwiseForward{op, type, x.data(), y.data(), {p[0], p[1]}}, n, kPieces);
+  cpu::compute(PointwiseForward{op, type, x.data(), y.data(), {p[0], p[1]}}, n, kPieces);
   const void* saved = cpu::takes_output(op) ? y.data() : x.data();
-  cpu::pointwise(PointwiseBackward{op, type, grad.data(), saved, grad_input.data(), {p[0], p[1]}},
-                 n, kPieces);
+  cpu::compute(PointwiseBackward{op, type, grad.data(), saved, grad_input.data(), {p[0], p[1]}}, n,
+               kPieces);
   write(y);
   write(grad_input);
 }

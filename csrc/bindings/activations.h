@@ -41,7 +41,7 @@ struct Activations {
     const bool copied = !is_dense(input);
     if (copied) torch::stable::copy_(output, input);
     const void* x = read_data(copied ? output : input);
-    backend.pointwise(PointwiseForward{op, dtype, x, write_data(output), {a, b}}, input.numel());
+    backend.run(PointwiseForward{op, dtype, x, write_data(output), {a, b}}, input.numel());
     return output;
   }
 
@@ -50,8 +50,8 @@ struct Activations {
     const Backend backend(input);
     // Strided: by way of a dense copy. copy_ refuses to write to memory that elements share.
     Tensor work = dense(input);
-    backend.pointwise(PointwiseForward{op, dtype, read_data(work), write_data(work), {a, b}},
-                      input.numel());
+    backend.run(PointwiseForward{op, dtype, read_data(work), write_data(work), {a, b}},
+                input.numel());
     if (work.const_data_ptr() != input.const_data_ptr()) torch::stable::copy_(input, work);
   }
 
@@ -63,7 +63,7 @@ struct Activations {
     const Backend backend(saved);
     Tensor grad_input = new_output<Backend>(saved);
     const Tensor s = dense_like(saved, grad_input), g = dense_like(grad, grad_input);
-    backend.pointwise(
+    backend.run(
         PointwiseBackward{op, dtype, read_data(g), read_data(s), write_data(grad_input), {a, b}},
         saved.numel());
     return grad_input;
@@ -109,10 +109,15 @@ struct Activations {
 };
 
 // Inside STABLE_TORCH_LIBRARY_IMPL(..., m), where Pointwise is Activations<the backend>.
-#define FT_IMPLEMENT_POINTWISE(name, Formula, n, ...)                       \
-  m.impl(#name, TORCH_BOX(&Pointwise::forward##n<op_##name>));              \
-  m.impl(#name "_", TORCH_BOX(&Pointwise::inplace##n<op_##name>));          \
-  m.impl(#name "_backward", TORCH_BOX(&Pointwise::backward##n<op_##name>));
+FT_REGISTER(m) {
+  using Ops = Activations<Backend>;
+#define FT_IMPL(name, Formula, n, ...)                                \
+  m.impl(#name, TORCH_BOX(&Ops::forward##n<op_##name>));              \
+  m.impl(#name "_", TORCH_BOX(&Ops::inplace##n<op_##name>));          \
+  m.impl(#name "_backward", TORCH_BOX(&Ops::backward##n<op_##name>));
+  FT_POINTWISE(FT_IMPL)
+#undef FT_IMPL
+}
 
 }  // namespace
 }  // namespace fusedtrain

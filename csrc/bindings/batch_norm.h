@@ -359,15 +359,16 @@ struct BatchNormOps {
   }
 };
 
-#define FT_IMPLEMENT_BATCH_NORM(Backend)                                                      \
-  m.impl("batch_norm_stats", TORCH_BOX(&BatchNormOps<Backend>::stats));                       \
-  m.impl("batch_norm_act", TORCH_BOX(&BatchNormOps<Backend>::forward));                       \
-  m.impl("batch_norm_act_", TORCH_BOX(&BatchNormOps<Backend>::forward_in_place));             \
-  m.impl("batch_norm_act_restore", TORCH_BOX(&BatchNormOps<Backend>::restore));               \
-  m.impl("batch_norm_act_apply", TORCH_BOX(&BatchNormOps<Backend>::apply));                   \
-  m.impl("batch_norm_act_backward", TORCH_BOX(&BatchNormOps<Backend>::backward));             \
-  m.impl("batch_norm_act_backward_reduce", TORCH_BOX(&BatchNormOps<Backend>::reduce));        \
+FT_REGISTER(m) {
+  m.impl("batch_norm_stats", TORCH_BOX(&BatchNormOps<Backend>::stats));
+  m.impl("batch_norm_act", TORCH_BOX(&BatchNormOps<Backend>::forward));
+  m.impl("batch_norm_act_", TORCH_BOX(&BatchNormOps<Backend>::forward_in_place));
+  m.impl("batch_norm_act_restore", TORCH_BOX(&BatchNormOps<Backend>::restore));
+  m.impl("batch_norm_act_apply", TORCH_BOX(&BatchNormOps<Backend>::apply));
+  m.impl("batch_norm_act_backward", TORCH_BOX(&BatchNormOps<Backend>::backward));
+  m.impl("batch_norm_act_backward_reduce", TORCH_BOX(&BatchNormOps<Backend>::reduce));
   m.impl("batch_norm_act_backward_apply", TORCH_BOX(&BatchNormOps<Backend>::backward_apply));
+}
 
 }  // namespace
 }  // namespace fusedtrain

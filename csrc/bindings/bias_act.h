@@ -1,6 +1,4 @@
 // Bias, activation and dropout, the same for every backend: check, lay out, allocate, run.
-//
-// A backend supplies prepared(), on_device() and bias_act() of both calls of ops/bias_act.h.
 #pragma once
 
 #include "../ops/bias_act.h"
@@ -66,7 +64,7 @@ struct BiasActivation {
     if (x.numel() > 0) {
       call.x = read_data(x);
       call.y = write_data(y);
-      backend.bias_act(call);
+      backend.run(call);
     }
     return y;
   }
@@ -92,7 +90,7 @@ struct BiasActivation {
       call.saved = read_data(x);
       call.grad_input = write_data(gx);
       if (needs_bias) call.grad_bias = write_data(sums);
-      backend.bias_act(call);
+      backend.run(call);
     } else if (needs_bias) {
       torch::stable::zero_(sums);
     }
@@ -100,9 +98,10 @@ struct BiasActivation {
   }
 };
 
-#define FT_IMPLEMENT_BIAS_ACT(Backend)                                                 \
-  m.impl("bias_act", TORCH_BOX(&BiasActivation<Backend>::bias_act));                   \
+FT_REGISTER(m) {
+  m.impl("bias_act", TORCH_BOX(&BiasActivation<Backend>::bias_act));
   m.impl("bias_act_backward", TORCH_BOX(&BiasActivation<Backend>::bias_act_backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

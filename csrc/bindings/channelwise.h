@@ -1,8 +1,5 @@
 // Activations with a parameter for each channel, the same for every backend: check, lay out,
 // allocate, run.
-//
-// A backend supplies prepared(), on_device() and
-// channelwise() of both calls of ops/channelwise.h.
 #pragma once
 
 #include "../channelwise_formulas.h"
@@ -59,14 +56,14 @@ struct ChannelwiseActivations {
     const Backend backend(input);
     const Arguments args = arguments(op, input, a, b);
     Tensor output = new_output<Backend>(args.input);
-    backend.channelwise(ChannelwiseForward{op,
-                                           args.dtype,
-                                           args.view.rows,
-                                           args.view.channels,
-                                           args.view.inner,
-                                           read_data(args.input),
-                                           write_data(output),
-                                           {read_data(args.a), read_data(args.b)}});
+    backend.run(ChannelwiseForward{op,
+                                   args.dtype,
+                                   args.view.rows,
+                                   args.view.channels,
+                                   args.view.inner,
+                                   read_data(args.input),
+                                   write_data(output),
+                                   {read_data(args.a), read_data(args.b)}});
     return output;
   }
 
@@ -88,18 +85,18 @@ struct ChannelwiseActivations {
     }
     void* const to_a = write_data(grad_a);
     void* const to_b = parameters > 1 ? write_data(grad_b) : nullptr;
-    backend.channelwise(ChannelwiseBackward{op,
-                                            args.dtype,
-                                            args.view.rows,
-                                            args.view.channels,
-                                            args.view.inner,
-                                            read_data(g),
-                                            read_data(args.input),
-                                            write_data(grad_input),
-                                            {read_data(args.a), read_data(args.b)},
-                                            parameters,
-                                            {to_a, to_b},
-                                            nullptr});
+    backend.run(ChannelwiseBackward{op,
+                                    args.dtype,
+                                    args.view.rows,
+                                    args.view.channels,
+                                    args.view.inner,
+                                    read_data(g),
+                                    read_data(args.input),
+                                    write_data(grad_input),
+                                    {read_data(args.a), read_data(args.b)},
+                                    parameters,
+                                    {to_a, to_b},
+                                    nullptr});
     return {grad_input, grad_a, grad_b};
   }
 
@@ -125,9 +122,14 @@ struct ChannelwiseActivations {
 
 // Inside STABLE_TORCH_LIBRARY_IMPL(..., m), where Channelwise is ChannelwiseActivations<the
 // backend>.
-#define FT_IMPLEMENT_CHANNELWISE(name, Formula, n)                            \
-  m.impl(#name, TORCH_BOX(&Channelwise::forward##n<op_##name>));              \
-  m.impl(#name "_backward", TORCH_BOX(&Channelwise::backward##n<op_##name>));
+FT_REGISTER(m) {
+  using Ops = ChannelwiseActivations<Backend>;
+#define FT_IMPL(name, Formula, n)                                     \
+  m.impl(#name, TORCH_BOX(&Ops::forward##n<op_##name>));              \
+  m.impl(#name "_backward", TORCH_BOX(&Ops::backward##n<op_##name>));
+  FT_CHANNELWISE(FT_IMPL)
+#undef FT_IMPL
+}
 
 }  // namespace
 }  // namespace fusedtrain

@@ -13,6 +13,9 @@
 #define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
 #endif
 
+// FT_REGISTER(m) { m.impl(name, function); } registers ops for the file's backend (families.h).
+#define FT_REGISTER(m) STABLE_TORCH_LIBRARY_IMPL(FT_LIBRARY, FT_KEY, m)
+
 namespace fusedtrain {
 
 using torch::stable::Tensor;

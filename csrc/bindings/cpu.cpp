@@ -1,5 +1,7 @@
 // torch::stable tensors -> cpu entry points of ops/*.h. Schemas are defined in fusedtrain/ops.
-#include "families.h"
+#include "../ops/batch_norm.h"
+#include "../ops/optimizers.h"
+#include "checks.h"
 
 namespace fusedtrain {
 namespace {
@@ -11,11 +13,11 @@ constexpr Parallel kThreads = {
                                   [&](int64_t first, int64_t last) { part(state, first, last); });
     }};
 
-struct Cpu {
+struct Backend {
   static constexpr int64_t kSmall =
       2048;  // bytes of the host's memory that may take a tensor's place
 
-  explicit Cpu(const Tensor&) {}
+  explicit Backend(const Tensor&) {}
 
   static bool on_device(const Tensor& t) { return t.is_cpu(); }
   static Tensor prepared(Tensor output) {
@@ -23,17 +25,9 @@ struct Cpu {
     return output;
   }
 
-  template <class Call>
-  void pointwise(const Call& call, int64_t n) const {
-    cpu::pointwise(call, n, kThreads);
-  }
-  template <class Call>
-  void few_bit(const Call& call, int64_t n) const {
-    cpu::few_bit(call, n, kThreads);
-  }
-  template <class Call>
-  void channelwise(const Call& call) const {
-    cpu::channelwise(call, kThreads);
+  template <class... Call>
+  void run(const Call&... call) const {
+    compute(call..., kThreads);
   }
 
   void statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
@@ -60,33 +54,6 @@ struct Cpu {
     cpu::backward(n, b, kThreads);
   }
 
-  template <class Call>
-  void fold(const Call& call) const {
-    cpu::fold(call, kThreads);
-  }
-  template <class Call>
-  void gated(const Call& call) const {
-    cpu::gated(call, kThreads);
-  }
-  template <class Call>
-  void scale_add(const Call& call) const {
-    cpu::scale_add(call, kThreads);
-  }
-  template <class Call>
-  void bias_act(const Call& call) const {
-    cpu::bias_act(call, kThreads);
-  }
-  void images(const NormalizeImages& call) const { cpu::normalize_images(call, kThreads); }
-  template <class Call>
-  void max_pool2d(const Call& call) const {
-    cpu::max_pool2d(call, kThreads);
-  }
-
-  template <class Call>
-  void depthwise_conv(const Call& call) const {
-    cpu::depthwise_conv(call, kThreads);
-  }
-
   void measure(const OptimizerCall& call) const { cpu::measure(call, kThreads); }
   void try_update(const OptimizerCall& call) const { cpu::try_update(call, kThreads); }
   void step(const OptimizerCall& call, bool measures, bool tries) const {
@@ -99,7 +66,6 @@ struct Cpu {
 }  // namespace
 }  // namespace fusedtrain
 
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CPU, m) {
-  using namespace fusedtrain;
-  FT_IMPLEMENT_FAMILIES(Cpu)
-}
+#define FT_LIBRARY fusedtrain
+#define FT_KEY CPU
+#include "families.h"

@@ -1,6 +1,12 @@
 // torch::stable tensors -> cuda entry points of ops/*.h, on the tensors' device and its current
 // stream. The tests compile this file with -DFT_EMULATED, for CPU tensors and the CUDA emulator.
-#include "families.h"
+#include "../ops/batch_norm.h"
+#include "../ops/bias_act.h"
+#include "../ops/channelwise.h"
+#include "../ops/depthwise.h"
+#include "../ops/optimizers.h"
+#include "../ops/scale_add.h"
+#include "checks.h"
 
 #ifndef FT_EMULATED
 #include <torch/csrc/stable/accelerator.h>
@@ -38,30 +44,28 @@ struct Place {
 };
 #endif
 
-struct Cuda {
+struct Backend {
   static constexpr int64_t kSmall = 1;  // kernels cannot read the host's memory
 
-  explicit Cuda(const Tensor& t) : model(t), place(t) {}
+  explicit Backend(const Tensor& t) : model(t), place(t) {}
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }
   static Tensor prepared(Tensor output) { return output; }
 
-  template <class Call>
-  void pointwise(const Call& call, int64_t n) const {
-    cuda::pointwise(call, n, place.stream);
+  template <class... Call>
+  void run(const Call&... call) const {
+    compute(call..., place.stream);
   }
-  template <class Call>
-  void few_bit(const Call& call, int64_t n) const {
-    cuda::few_bit(call, n, place.stream);
-  }
-
-  void channelwise(const ChannelwiseForward& call) const { cuda::channelwise(call, place.stream); }
-  void channelwise(ChannelwiseBackward call) const {
-    const Tensor workspace = new_workspace(cuda::channelwise_shares(call));
-    call.shares = doubles_of(workspace);
-    cuda::channelwise(call, place.stream);
-    for (int k = 0; k < call.parameter_count; ++k)
-      cuda::add_shares(call, k, call.grad_parameters[k], place.stream);
+  void run(ChannelwiseBackward call) const { sum(call, cuda::channelwise_shares(call)); }
+  void run(ScaleBackward call) const { sum(call, call.x ? cuda::chain_shares(call.shape) : 0); }
+  void run(DepthwiseBackward call) const { sum(call, cuda::depthwise_shares(call)); }
+  // The kernel always sums; without a bias it sums into the workspace.
+  void run(BiasActBackward call) const {
+    const int64_t sums = call.grad_bias ? 0 : call.shape.samples * call.shape.channels;
+    const Tensor workspace = new_workspace(cuda::chain_shares(call.shape) + sums);
+    call.shares = doubles_of(workspace) + sums;
+    if (call.grad_bias == nullptr) call.grad_bias = doubles_of(workspace);
+    compute(call, place.stream);
   }
 
   void statistics(const BatchNorm& n, const BatchNormStatistics& s) const {
@@ -96,43 +100,6 @@ struct Cuda {
     grad_input(n, b);
   }
 
-  template <class Call>
-  void fold(const Call& call) const {
-    cuda::fold(call, place.stream);
-  }
-
-  void gated(const GatedForward& call) const { cuda::gated(call, place.stream); }
-  void gated(const GatedBackward& call) const { cuda::gated(call, place.stream); }
-  void scale_add(const ScaleForward& call) const { cuda::scale_add(call, place.stream); }
-  void bias_act(const BiasActForward& call) const { cuda::bias_act(call, place.stream); }
-  void scale_add(ScaleBackward call) const {
-    const Tensor workspace = new_workspace(call.x ? cuda::chain_shares(call.shape) : 0);
-    call.shares = doubles_of(workspace);
-    cuda::scale_add(call, place.stream);
-  }
-  // The kernel always sums; without a bias it sums into the workspace.
-  void bias_act(BiasActBackward call) const {
-    const int64_t sums = call.grad_bias ? 0 : call.shape.samples * call.shape.channels;
-    const Tensor workspace = new_workspace(cuda::chain_shares(call.shape) + sums);
-    call.shares = doubles_of(workspace) + sums;
-    if (call.grad_bias == nullptr) call.grad_bias = doubles_of(workspace);
-    cuda::bias_act(call, place.stream);
-  }
-
-  void images(const NormalizeImages& call) const { cuda::normalize_images(call, place.stream); }
-  template <class Call>
-  void max_pool2d(const Call& call) const {
-    cuda::max_pool2d(call, place.stream);
-  }
-
-  void depthwise_conv(const DepthwiseForward& call) const {
-    cuda::depthwise_conv(call, place.stream);
-  }
-  void depthwise_conv(const DepthwiseBackward& call) const {
-    const Tensor workspace = new_workspace(cuda::depthwise_workspace(call));
-    cuda::depthwise_conv(call, doubles_of(workspace), place.stream);
-  }
-
   void measure(const OptimizerCall& call) const {
     const Tensor workspace = new_workspace(cuda::optimizer_workspace(call));
     cuda::measure(call, doubles_of(workspace), place.stream);
@@ -158,6 +125,12 @@ struct Cuda {
   Tensor new_workspace(int64_t doubles) const {
     return new_contiguous(model, {doubles}, torch::headeronly::ScalarType::Double);
   }
+  template <class Call>
+  void sum(Call& call, int64_t shares) const {
+    const Tensor workspace = new_workspace(shares);
+    call.shares = doubles_of(workspace);
+    compute(call, place.stream);
+  }
   static double* doubles_of(const Tensor& t) { return static_cast<double*>(write_data(t)); }
 };
 
@@ -165,10 +138,10 @@ struct Cuda {
 }  // namespace fusedtrain
 
 #ifdef FT_EMULATED
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain_emulated, CPU, m) {
+#define FT_LIBRARY fusedtrain_emulated
+#define FT_KEY CPU
 #else
-STABLE_TORCH_LIBRARY_IMPL(fusedtrain, CUDA, m) {
+#define FT_LIBRARY fusedtrain
+#define FT_KEY CUDA
 #endif
-  using namespace fusedtrain;
-  FT_IMPLEMENT_FAMILIES(Cuda)
-}
+#include "families.h"

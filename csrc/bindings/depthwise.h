@@ -1,7 +1,4 @@
 // depthwise_conv and its backward, the same for every backend: check, lay out, allocate, run.
-//
-// A backend supplies prepared(), on_device() and depthwise_conv() of both calls of
-// ops/depthwise.h.
 #pragma once
 
 #include "../ops/depthwise.h"
@@ -126,7 +123,7 @@ struct DepthwiseConvolution {
     call.weight = read_data(w);
     call.bias = bias ? read_data(b) : nullptr;
     call.y = write_data(y);
-    backend.depthwise_conv(call);
+    backend.run(call);
     return y;
   }
 
@@ -172,14 +169,15 @@ struct DepthwiseConvolution {
       call.grad_input = write_data(grad_input);
     }
     if (bias_asked) call.grad_bias = write_data(grad_bias);
-    if (input_asked || weight_asked || bias_asked) backend.depthwise_conv(call);
+    if (input_asked || weight_asked || bias_asked) backend.run(call);
     return {grad_input, grad_weight, grad_bias};
   }
 };
 
-#define FT_IMPLEMENT_DEPTHWISE(Backend)                                                   \
-  m.impl("depthwise_conv", TORCH_BOX(&DepthwiseConvolution<Backend>::forward));           \
+FT_REGISTER(m) {
+  m.impl("depthwise_conv", TORCH_BOX(&DepthwiseConvolution<Backend>::forward));
   m.impl("depthwise_conv_backward", TORCH_BOX(&DepthwiseConvolution<Backend>::backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

@@ -1,4 +1,8 @@
-// The bindings of every family: what cpu.cpp and cuda.cpp register for their backend.
+// The bindings of every family. Each header registers its ops for the backend of the file that
+// includes this one, behind its `Backend`, FT_LIBRARY and FT_KEY (library, dispatch key).
+//
+// A Backend is made for one call, on the device of a tensor, and has prepared() for fresh outputs,
+// on_device(), run() of every call of ops/, and what batch_norm.h and optimizers.h name.
 #pragma once
 
 #include "activations.h"
@@ -13,19 +17,3 @@
 #include "optimizers.h"
 #include "pool.h"
 #include "scale_add.h"
-
-#define FT_IMPLEMENT_FAMILIES(Backend)                 \
-  using Pointwise = Activations<Backend>;              \
-  using Channelwise = ChannelwiseActivations<Backend>; \
-  FT_POINTWISE(FT_IMPLEMENT_POINTWISE)                 \
-  FT_CHANNELWISE(FT_IMPLEMENT_CHANNELWISE)             \
-  FT_IMPLEMENT_BATCH_NORM(Backend)                     \
-  FT_IMPLEMENT_OPTIMIZERS(Backend)                     \
-  FT_IMPLEMENT_FOLD(Backend)                           \
-  FT_IMPLEMENT_GATED(Backend)                          \
-  FT_IMPLEMENT_SCALE_ADD(Backend)                      \
-  FT_IMPLEMENT_BIAS_ACT(Backend)                       \
-  FT_IMPLEMENT_FEW_BIT(Backend)                        \
-  FT_IMPLEMENT_IMAGES(Backend)                         \
-  FT_IMPLEMENT_POOL(Backend)                           \
-  FT_IMPLEMENT_DEPTHWISE(Backend)

@@ -1,7 +1,5 @@
 // Activations whose derivative is kept in few bits, the same for every backend: check, lay out,
 // allocate, run.
-//
-// A backend supplies prepared() and few_bit() of both calls of ops/few_bit.h.
 #pragma once
 
 #include "../bits.h"
@@ -30,7 +28,7 @@ struct FewBit {
     Tensor codes =
         new_contiguous(x, {packed_bytes(n, int(bits))}, torch::headeronly::ScalarType::Byte);
     if (n > 0)
-      Backend(x).few_bit(
+      Backend(x).run(
           FewBitForward{int(activation), int(bits), dtype_of(x, op, "input"), read_data(x),
                         write_data(y), static_cast<uint8_t*>(write_data(codes))},
           n);
@@ -75,18 +73,18 @@ struct FewBit {
     Tensor grad_input = new_output<Backend>(grad);
     const Tensor g = dense_like(grad, grad_input), c = torch::stable::contiguous(codes);
     if (n > 0)
-      backend.few_bit(
-          FewBitBackward{int(activation), int(bits), dtype, read_data(g),
-                         static_cast<const uint8_t*>(read_data(c)), write_data(grad_input)},
-          n);
+      backend.run(FewBitBackward{int(activation), int(bits), dtype, read_data(g),
+                                 static_cast<const uint8_t*>(read_data(c)), write_data(grad_input)},
+                  n);
     return grad_input;
   }
 };
 
-#define FT_IMPLEMENT_FEW_BIT(Backend)                                \
-  m.impl("few_bit", TORCH_BOX(&FewBit<Backend>::forward));           \
-  m.impl("few_bit_", TORCH_BOX(&FewBit<Backend>::forward_inplace));  \
+FT_REGISTER(m) {
+  m.impl("few_bit", TORCH_BOX(&FewBit<Backend>::forward));
+  m.impl("few_bit_", TORCH_BOX(&FewBit<Backend>::forward_inplace));
   m.impl("few_bit_backward", TORCH_BOX(&FewBit<Backend>::backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

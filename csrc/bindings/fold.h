@@ -1,6 +1,4 @@
 // fold_weight and its backward, the same for every backend: check, lay out, allocate, run.
-//
-// A backend supplies prepared(), on_device() and fold() of both calls of ops/fold.h.
 #pragma once
 
 #include "../ops/fold.h"
@@ -104,7 +102,7 @@ struct Folding {
     Tensor folded = new_output<Backend>(args.weight), folded_bias = args.new_vector();
     call.folded = write_data(folded);
     call.folded_bias = write_data(folded_bias);
-    backend.fold(call);
+    backend.run(call);
     return {folded, in_dtype(folded_bias, weight.scalar_type())};
   }
 
@@ -128,7 +126,7 @@ struct Folding {
     call.grad_weight = write_data(out);
     call.grad_bias = write_data(out_bias);
     call.grad_gamma = write_data(out_gamma);
-    backend.fold(call);
+    backend.run(call);
     Tensor grad_beta = new_contiguous(mean, {args.outputs}, mean.scalar_type());
     torch::stable::copy_(grad_beta, grad_bias);
     return {out, in_dtype(out_bias, weight.scalar_type()), in_dtype(out_gamma, mean.scalar_type()),
@@ -142,9 +140,10 @@ struct Folding {
   }
 };
 
-#define FT_IMPLEMENT_FOLD(Backend)                                        \
-  m.impl("fold_weight", TORCH_BOX(&Folding<Backend>::forward));           \
+FT_REGISTER(m) {
+  m.impl("fold_weight", TORCH_BOX(&Folding<Backend>::forward));
   m.impl("fold_weight_backward", TORCH_BOX(&Folding<Backend>::backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

@@ -1,6 +1,6 @@
 // Gated products, the same for every backend: check, lay out, allocate, run.
 //
-// A backend supplies prepared(), on_device() and gated() of both calls of ops/gated.h. A gate of
+// A gate of
 // one value for each sample and channel is activated, and is then the scale of a scaled sum.
 #pragma once
 
@@ -103,7 +103,7 @@ struct GatedProducts {
     if (y.numel() == 0) return y;
     lay_out(call, gate, value, y, y.numel());
     call.y = write_data(y);
-    backend.gated(call);
+    backend.run(call);
     return y;
   }
 
@@ -141,7 +141,7 @@ struct GatedProducts {
     call.grad_value = write_data(to_value);
     call.grad_gate_stride = out_gate.stride;
     call.grad_value_stride = out_value.stride;
-    backend.gated(call);
+    backend.run(call);
     if (to_gate.const_data_ptr() != grad_gate.const_data_ptr())
       torch::stable::copy_(grad_gate, to_gate);
     if (to_value.const_data_ptr() != grad_value.const_data_ptr())
@@ -172,8 +172,7 @@ struct GatedSpreads {
       if (activation < 0) return;
       const Backend backend(gate);
       void* const opened = new_values();
-      backend.pointwise(PointwiseForward{int(activation), dtype, values, opened, {a, b}},
-                        gate.numel());
+      backend.run(PointwiseForward{int(activation), dtype, values, opened, {a, b}}, gate.numel());
       values = opened;
     }
     Opened(const Opened&) = delete;
@@ -218,22 +217,23 @@ struct GatedSpreads {
     if (sums.scalar_type() != g.scalar_type()) sums = torch::stable::to(sums, g.scalar_type());
     const void* saved = kTakesOutput[activation] ? opened.values : read_data(g);
     const Backend backend(g);
-    backend.pointwise(PointwiseBackward{int(activation),
-                                        opened.dtype(op),
-                                        read_data(sums),
-                                        saved,
-                                        write_data(grad_gate),
-                                        {a, b}},
-                      g.numel());
+    backend.run(PointwiseBackward{int(activation),
+                                  opened.dtype(op),
+                                  read_data(sums),
+                                  saved,
+                                  write_data(grad_gate),
+                                  {a, b}},
+                g.numel());
     return {grad_gate, grad_value};
   }
 };
 
-#define FT_IMPLEMENT_GATED(Backend)                                                          \
-  m.impl("gated", TORCH_BOX(&GatedProducts<Backend>::gated));                                \
-  m.impl("gated_backward", TORCH_BOX(&GatedProducts<Backend>::gated_backward));              \
-  m.impl("gated_spread", TORCH_BOX(&GatedSpreads<Backend>::gated_spread));                   \
+FT_REGISTER(m) {
+  m.impl("gated", TORCH_BOX(&GatedProducts<Backend>::gated));
+  m.impl("gated_backward", TORCH_BOX(&GatedProducts<Backend>::gated_backward));
+  m.impl("gated_spread", TORCH_BOX(&GatedSpreads<Backend>::gated_spread));
   m.impl("gated_spread_backward", TORCH_BOX(&GatedSpreads<Backend>::gated_spread_backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

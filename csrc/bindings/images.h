@@ -1,6 +1,4 @@
 // normalize_images, the same for every backend: check, lay out, allocate, run.
-//
-// A backend supplies prepared(), on_device() and images() of the call of ops/images.h.
 #pragma once
 
 #include "../ops/images.h"
@@ -97,13 +95,12 @@ struct Images {
     call.x = static_cast<const uint8_t*>(read_data(x));
     call.coefficients = static_cast<const float*>(read_data(c));
     call.y = write_data(y);
-    backend.images(call);
+    backend.run(call);
     return y;
   }
 };
 
-#define FT_IMPLEMENT_IMAGES(Backend)                                  \
-  m.impl("normalize_images", TORCH_BOX(&Images<Backend>::normalize));
+FT_REGISTER(m) { m.impl("normalize_images", TORCH_BOX(&Images<Backend>::normalize)); }
 
 }  // namespace
 }  // namespace fusedtrain

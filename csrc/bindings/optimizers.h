@@ -344,12 +344,13 @@ struct OptimizerOps {
   }
 };
 
-#define FT_IMPLEMENT_OPTIMIZERS(Backend)                                   \
-  m.impl("measure_gradients", TORCH_BOX(&OptimizerOps<Backend>::measure)); \
-  m.impl("try_update", TORCH_BOX(&OptimizerOps<Backend>::try_update));     \
-  m.impl("optimizer_step", TORCH_BOX(&OptimizerOps<Backend>::step));       \
-  m.impl("update_scale", TORCH_BOX(&OptimizerOps<Backend>::update_scale)); \
+FT_REGISTER(m) {
+  m.impl("measure_gradients", TORCH_BOX(&OptimizerOps<Backend>::measure));
+  m.impl("try_update", TORCH_BOX(&OptimizerOps<Backend>::try_update));
+  m.impl("optimizer_step", TORCH_BOX(&OptimizerOps<Backend>::step));
+  m.impl("update_scale", TORCH_BOX(&OptimizerOps<Backend>::update_scale));
   m.impl("zero_tensors", TORCH_BOX(&OptimizerOps<Backend>::zero));
+}
 
 }  // namespace
 }  // namespace fusedtrain

@@ -1,6 +1,4 @@
 // max_pool2d and its backward, the same for every backend: check, lay out, allocate, run.
-//
-// A backend supplies prepared(), on_device() and max_pool2d() of both calls of ops/pool.h.
 #pragma once
 
 #include "../bits.h"
@@ -106,7 +104,7 @@ struct Pooling {
       call.x = read_data(x);
       call.y = write_data(y);
       if (bits > 0) call.codes = static_cast<uint8_t*>(write_data(codes));
-      backend.max_pool2d(call);
+      backend.run(call);
     }
     return {y, codes};
   }
@@ -135,14 +133,15 @@ struct Pooling {
     call.grad = read_data(g);
     call.codes = static_cast<const uint8_t*>(read_data(c));
     call.grad_input = write_data(grad_input);
-    backend.max_pool2d(call);
+    backend.run(call);
     return grad_input;
   }
 };
 
-#define FT_IMPLEMENT_POOL(Backend)                                       \
-  m.impl("max_pool2d", TORCH_BOX(&Pooling<Backend>::forward));           \
+FT_REGISTER(m) {
+  m.impl("max_pool2d", TORCH_BOX(&Pooling<Backend>::forward));
   m.impl("max_pool2d_backward", TORCH_BOX(&Pooling<Backend>::backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

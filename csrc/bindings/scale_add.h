@@ -1,6 +1,4 @@
 // Scaled sums, the same for every backend: check, lay out, allocate, run.
-//
-// A backend supplies prepared(), on_device() and scale_add() of both calls of ops/scale_add.h.
 #pragma once
 
 #include "../ops/scale_add.h"
@@ -62,7 +60,7 @@ struct ScaledSums {
       call.x = read_data(x);
       call.scale = scale;
       call.y = write_data(y);
-      backend.scale_add(call);
+      backend.run(call);
     }
     return as_promised(y, x, input);
   }
@@ -87,7 +85,7 @@ struct ScaledSums {
       if (input.has_value()) call.x = read_data(x);
       if (needs_input) call.grad_input = write_data(gx);
       if (input.has_value()) call.grad_scale = write_data(sums);
-      backend.scale_add(call);
+      backend.run(call);
     } else if (input.has_value()) {
       torch::stable::zero_(sums);
     }
@@ -95,9 +93,10 @@ struct ScaledSums {
   }
 };
 
-#define FT_IMPLEMENT_SCALE_ADD(Backend)                                              \
-  m.impl("scale_add", TORCH_BOX(&ScaledSums<Backend>::scale_add));                   \
+FT_REGISTER(m) {
+  m.impl("scale_add", TORCH_BOX(&ScaledSums<Backend>::scale_add));
   m.impl("scale_add_backward", TORCH_BOX(&ScaledSums<Backend>::scale_add_backward));
+}
 
 }  // namespace
 }  // namespace fusedtrain

@@ -156,13 +156,13 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
 
 }  // namespace
 
-void bias_act(const BiasActForward& call, Parallel parallel) {
+void compute(const BiasActForward& call, Parallel parallel) {
   with_numbers(call.dtype, [&](const auto& data) {
     in_parts(parallel, tasks_of(call.shape), 2,
              [&](int64_t first, int64_t last) { run(call, first, last, data); });
   });
 }
-void bias_act(const BiasActBackward& call, Parallel parallel) {
+void compute(const BiasActBackward& call, Parallel parallel) {
   with_numbers(call.dtype, [&](const auto& data) {
     run_with_sums(call, call.grad_bias, parallel,
                   [&](const auto& c, int64_t first, int64_t last) { run(c, first, last, data); });

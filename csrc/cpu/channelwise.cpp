@@ -98,9 +98,9 @@ void add_shares(const ChannelwiseBackward& call, int which) {
 
 }  // namespace
 
-void channelwise(const ChannelwiseForward& call, Parallel parallel) { run_tasks(call, parallel); }
+void compute(const ChannelwiseForward& call, Parallel parallel) { run_tasks(call, parallel); }
 
-void channelwise(const ChannelwiseBackward& call, Parallel parallel) {
+void compute(const ChannelwiseBackward& call, Parallel parallel) {
   const Cut cut{call.rows, call.channels, call.inner};
   // At most about the bytes of the input, mostly far fewer.
   std::vector<double> shares(call.parameter_count * cut.shares(), 0.0);

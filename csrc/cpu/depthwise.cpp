@@ -111,7 +111,7 @@ void write_number(uint16_t* to, double value, const Format* format) {
 
 }  // namespace
 
-void depthwise_conv(const DepthwiseForward& asked, Parallel parallel) {
+void compute(const DepthwiseForward& asked, Parallel parallel) {
   const DepthwiseForward call = without_idle_strides(asked);
   if (call.samples == 0 || call.channels == 0 || call.outputs() == 0) return;
   by_dtype(call.dtype, kernels().depthwise, [&](const auto& k) {
@@ -125,7 +125,7 @@ void depthwise_conv(const DepthwiseForward& asked, Parallel parallel) {
   });
 }
 
-void depthwise_conv(const DepthwiseBackward& asked, Parallel parallel) {
+void compute(const DepthwiseBackward& asked, Parallel parallel) {
   const DepthwiseBackward call = without_idle_strides(asked);
   by_dtype(call.dtype, kernels().depthwise, [&](const auto& k) {
     const Plan p = plan_for(call, k.lanes, is_narrow(call.dtype));

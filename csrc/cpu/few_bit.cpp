@@ -32,10 +32,10 @@ void run_all(const Call& call, int64_t n, Parallel parallel) {
 
 }  // namespace
 
-void few_bit(const FewBitForward& call, int64_t n, Parallel parallel) {
+void compute(const FewBitForward& call, int64_t n, Parallel parallel) {
   run_all(call, n, parallel);
 }
-void few_bit(const FewBitBackward& call, int64_t n, Parallel parallel) {
+void compute(const FewBitBackward& call, int64_t n, Parallel parallel) {
   run_all(call, n, parallel);
 }
 

@@ -122,14 +122,14 @@ constexpr ByDtype<FoldKernels> kKernels = {
 
 }  // namespace
 
-void fold(const FoldForward& call, Parallel parallel) {
+void compute(const FoldForward& call, Parallel parallel) {
   by_dtype(call.dtype, kKernels, [&](const auto& kernels) {
     each_output(call, parallel,
                 [&](int64_t first, int64_t last) { kernels.forward(call, first, last); });
   });
 }
 
-void fold(const FoldBackward& call, Parallel parallel) {
+void compute(const FoldBackward& call, Parallel parallel) {
   by_dtype(call.dtype, kKernels, [&](const auto& kernels) {
     each_output(call, parallel,
                 [&](int64_t first, int64_t last) { kernels.backward(call, first, last); });

@@ -125,8 +125,8 @@ void run_all(const Call& call, Parallel parallel) {
 
 }  // namespace
 
-void gated(const GatedForward& call, Parallel parallel) { run_all(call, parallel); }
-void gated(const GatedBackward& call, Parallel parallel) { run_all(call, parallel); }
+void compute(const GatedForward& call, Parallel parallel) { run_all(call, parallel); }
+void compute(const GatedBackward& call, Parallel parallel) { run_all(call, parallel); }
 
 }  // namespace cpu
 }  // namespace fusedtrain

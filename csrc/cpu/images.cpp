@@ -99,7 +99,7 @@ void to_planes(const NormalizeImages& call, const ImageKernels<S, T>& k, int64_t
 
 }  // namespace
 
-void normalize_images(const NormalizeImages& call, Parallel parallel) {
+void compute(const NormalizeImages& call, Parallel parallel) {
   const int64_t size = pixels_a_block(call);
   const int64_t blocks = call.samples * ((call.pixels + size - 1) / size);
   if (blocks == 0) return;

@@ -31,10 +31,10 @@ void run_all(const Call& call, int64_t n, Parallel parallel) {
 
 }  // namespace
 
-void pointwise(const PointwiseForward& call, int64_t n, Parallel parallel) {
+void compute(const PointwiseForward& call, int64_t n, Parallel parallel) {
   run_all(call, n, parallel);
 }
-void pointwise(const PointwiseBackward& call, int64_t n, Parallel parallel) {
+void compute(const PointwiseBackward& call, int64_t n, Parallel parallel) {
   run_all(call, n, parallel);
 }
 

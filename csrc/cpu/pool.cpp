@@ -38,7 +38,7 @@ MaxPoolRows plan_for(const MaxPool& call) {
 
 }  // namespace
 
-void max_pool2d(const MaxPoolForward& call, Parallel parallel) {
+void compute(const MaxPoolForward& call, Parallel parallel) {
   const int64_t blocks = blocks_of(call);
   by_dtype(call.dtype, kernels().max_pool, [&](const auto& k) {
     in_parts(parallel, ceil_div(blocks, kBlocks), 2, [&](int64_t first, int64_t last) {
@@ -47,7 +47,7 @@ void max_pool2d(const MaxPoolForward& call, Parallel parallel) {
   });
 }
 
-void max_pool2d(const MaxPoolBackward& call, Parallel parallel) {
+void compute(const MaxPoolBackward& call, Parallel parallel) {
   const MaxPoolRows plan = plan_for(call);
   const int64_t rows = rows_of(call), each = rows_a_task(call);
   const int64_t number = call.dtype == Dtype::kFloat64 ? sizeof(double) : sizeof(float);

@@ -103,14 +103,14 @@ Scaled<uint16_t, float> scaled(Dtype dtype, const ScaleKernels<uint16_t, float>&
 
 }  // namespace
 
-void scale_add(const ScaleForward& call, Parallel parallel) {
+void compute(const ScaleForward& call, Parallel parallel) {
   by_dtype(call.dtype, kernels().scale, [&](const auto& loops) {
     const auto sum = scaled(call.dtype, loops);
     in_parts(parallel, tasks_of(call.shape), 2,
              [&](int64_t first, int64_t last) { sum.forward(call, first, last); });
   });
 }
-void scale_add(const ScaleBackward& call, Parallel parallel) {
+void compute(const ScaleBackward& call, Parallel parallel) {
   by_dtype(call.dtype, kernels().scale, [&](const auto& loops) {
     const auto sum = scaled(call.dtype, loops);
     run_with_sums(call, call.grad_scale, parallel, [&](const auto& c, int64_t first, int64_t last) {

@@ -183,14 +183,14 @@ void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
 
 }  // namespace
 
-void bias_act(const BiasActForward& call, void* stream) {
+void compute(const BiasActForward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     run_bias_act<BiasActForwardJob, std::remove_pointer_t<decltype(null)>>(call, nullptr, nullptr,
                                                                            stream);
   });
 }
 
-void bias_act(const BiasActBackward& call, void* stream) {
+void compute(const BiasActBackward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     run_bias_act<BiasActBackwardJob, std::remove_pointer_t<decltype(null)>>(call, call.shares,
                                                                             call.grad_bias, stream);

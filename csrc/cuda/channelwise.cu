@@ -257,8 +257,18 @@ void run_op(const Call& call, void* stream) {
 
 }  // namespace
 
-void channelwise(const ChannelwiseForward& call, void* stream) { run_op(call, stream); }
-void channelwise(const ChannelwiseBackward& call, void* stream) { run_op(call, stream); }
+void compute(const ChannelwiseForward& call, void* stream) { run_op(call, stream); }
+void compute(const ChannelwiseBackward& call, void* stream) {
+  run_op(call, stream);
+  by_dtype(call.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    const Plan plan = plan_of<S>(call);
+    for (int k = 0; k < call.parameter_count; ++k)
+      add_shares(static_cast<const double*>(call.shares + k * plan.groups * plan.shares),
+                 static_cast<S*>(call.grad_parameters[k]), call.channels, plan.groups,
+                 plan.shares / call.channels, plan.shares, stream);
+  });
+}
 
 int64_t channelwise_shares(const ChannelwiseBackward& call) {
   int64_t count = 0;
@@ -267,17 +277,6 @@ int64_t channelwise_shares(const ChannelwiseBackward& call) {
     count = call.parameter_count * plan.groups * plan.shares;
   });
   return count;
-}
-
-void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void* stream) {
-  by_dtype(call.dtype, [&](auto* null) {
-    using S = std::remove_pointer_t<decltype(null)>;
-    const Plan plan = plan_of<S>(call);
-    const int64_t of_parameter = plan.groups * plan.shares;
-    add_shares(static_cast<const double*>(call.shares + which * of_parameter),
-               static_cast<S*>(gradient), call.channels, plan.groups, plan.shares / call.channels,
-               plan.shares, stream);
-  });
 }
 
 }  // namespace cuda

@@ -79,14 +79,13 @@ void run(const DepthwiseSums& call, void* stream) {
 
 }  // namespace
 
-void depthwise_conv(const DepthwiseForward& call, void* stream) {
+void compute(const DepthwiseForward& call, void* stream) {
   if (call.samples == 0 || call.channels == 0 || call.outputs() == 0) return;
   run({call, false, call.x, call.weight, call.bias, call.y}, stream);
 }
 
-void depthwise_conv(const DepthwiseBackward& call, double* shares, void* stream) {
-  if (call.grad_weight != nullptr || call.grad_bias != nullptr)
-    depthwise_weight(call, shares, stream);
+void compute(const DepthwiseBackward& call, void* stream) {
+  if (call.grad_weight != nullptr || call.grad_bias != nullptr) depthwise_weight(call, stream);
   if (call.grad_input == nullptr || call.samples * call.channels * call.inputs() == 0) return;
   run({call, true, call.grad, call.weight, nullptr, call.grad_input}, stream);
 }

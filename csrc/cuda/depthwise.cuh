@@ -26,7 +26,7 @@ struct DepthwiseSums : Depthwise {
 // Runs kernels that keep a strip of rows a thread; false where there is none for the call.
 bool depthwise_strips(const DepthwiseSums& call, void* stream);
 
-void depthwise_weight(const DepthwiseBackward& call, double* shares, void* stream);
+void depthwise_weight(const DepthwiseBackward& call, void* stream);
 
 namespace {
 

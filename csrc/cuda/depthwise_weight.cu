@@ -262,7 +262,7 @@ void with_kernel(const DepthwiseBackward& call, const F& f) {
 
 }  // namespace
 
-int64_t depthwise_workspace(const DepthwiseBackward& call) {
+int64_t depthwise_shares(const DepthwiseBackward& call) {
   int64_t count = 0;
   // equal (never): the workspace only gets larger
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return count;
@@ -274,15 +274,16 @@ int64_t depthwise_workspace(const DepthwiseBackward& call) {
   return count;
 }
 
-void depthwise_weight(const DepthwiseBackward& call, double* shares, void* stream) {
+void depthwise_weight(const DepthwiseBackward& call, void* stream) {
   with_kernel(call, [&](auto stored, auto index, auto shape) {
     using S = decltype(stored);
     using Walk = WeightWalk<decltype(index)>;
     const Walk w = Walk::template make<S>(call, shape);
     launch(&weight_kernel<S, decltype(index), decltype(shape)>, int64_t(w.parts) * w.groups,
-           kThreads, stream, 0, w, shares);
-    add_shares(static_cast<const double*>(shares), static_cast<S*>(call.grad_weight), w.numbers,
-               w.groups, 1, w.numbers, stream, static_cast<S*>(call.grad_bias), w.weights);
+           kThreads, stream, 0, w, call.shares);
+    add_shares(static_cast<const double*>(call.shares), static_cast<S*>(call.grad_weight),
+               w.numbers, w.groups, 1, w.numbers, stream, static_cast<S*>(call.grad_bias),
+               w.weights);
   });
 }
 

@@ -293,7 +293,7 @@ constexpr bool kTakesOutput[] = {
 
 }  // namespace
 
-void few_bit(const FewBitForward& call, int64_t n, void* stream) {
+void compute(const FewBitForward& call, int64_t n, void* stream) {
 #define FT_INDEX(name, ...) index_##name,
   enum Index { FT_POINTWISE(FT_INDEX) };
 #undef FT_INDEX
@@ -306,7 +306,7 @@ void few_bit(const FewBitForward& call, int64_t n, void* stream) {
   }
 }
 
-void few_bit(const FewBitBackward& call, int64_t n, void* stream) {
+void compute(const FewBitBackward& call, int64_t n, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     const S* grad = static_cast<const S*>(call.grad);

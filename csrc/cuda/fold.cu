@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kFoldThreads) fold_backward_kernel(const FoldB
 
 }  // namespace
 
-void fold(const FoldForward& call, void* stream) {
+void compute(const FoldForward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     const int64_t numel = call.rows * call.channels * call.inner;
@@ -84,7 +84,7 @@ void fold(const FoldForward& call, void* stream) {
   });
 }
 
-void fold(const FoldBackward& call, void* stream) {
+void compute(const FoldBackward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     if (call.outputs() > 0)

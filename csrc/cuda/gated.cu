@@ -95,8 +95,10 @@ void run_gated(const Call& call, void* stream) {
 
 }  // namespace
 
-void gated(const GatedForward& call, void* stream) { run_gated<GatedForwardPass>(call, stream); }
-void gated(const GatedBackward& call, void* stream) { run_gated<GatedBackwardPass>(call, stream); }
+void compute(const GatedForward& call, void* stream) { run_gated<GatedForwardPass>(call, stream); }
+void compute(const GatedBackward& call, void* stream) {
+  run_gated<GatedBackwardPass>(call, stream);
+}
 
 }  // namespace cuda
 }  // namespace fusedtrain

@@ -224,7 +224,7 @@ void run(const NormalizeImages& call, void* stream) {
 
 }  // namespace
 
-void normalize_images(const NormalizeImages& call, void* stream) {
+void compute(const NormalizeImages& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     if constexpr (sizeof(S) < 8) run<S>(call, stream);  // the binding refuses float64

@@ -136,8 +136,8 @@ extern "C" __attribute__((visibility("default"))) int64_t fusedtrain_cuda_launch
   return launches.load(std::memory_order_relaxed);
 }
 
-void pointwise(const PointwiseForward& call, int64_t n, void* stream) { run_op(call, n, stream); }
-void pointwise(const PointwiseBackward& call, int64_t n, void* stream) { run_op(call, n, stream); }
+void compute(const PointwiseForward& call, int64_t n, void* stream) { run_op(call, n, stream); }
+void compute(const PointwiseBackward& call, int64_t n, void* stream) { run_op(call, n, stream); }
 
 }  // namespace cuda
 }  // namespace fusedtrain

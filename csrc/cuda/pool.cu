@@ -191,7 +191,7 @@ void run(const MaxPoolForward& call, int bits, void* stream) {
 
 }  // namespace
 
-void max_pool2d(const MaxPoolForward& call, void* stream) {
+void compute(const MaxPoolForward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     const bool wide = is_wide<S>(call, static_cast<const char*>(call.x),

@@ -228,7 +228,7 @@ void run(const MaxPoolBackward& call, void* stream) {
 
 }  // namespace
 
-void max_pool2d(const MaxPoolBackward& call, void* stream) {
+void compute(const MaxPoolBackward& call, void* stream) {
   if (call.inputs() == 0) return;
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;

@@ -93,7 +93,7 @@ int64_t chain_shares(const Channels& c) {
   return most;
 }
 
-void scale_add(const ScaleForward& call, void* stream) {
+void compute(const ScaleForward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     const S *x = static_cast<const S*>(call.x), *scale = static_cast<const S*>(call.scale),
@@ -108,7 +108,7 @@ void scale_add(const ScaleForward& call, void* stream) {
   });
 }
 
-void scale_add(const ScaleBackward& call, void* stream) {
+void compute(const ScaleBackward& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     const S *grad = static_cast<const S*>(call.grad), *x = static_cast<const S*>(call.x),

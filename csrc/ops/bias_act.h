@@ -31,14 +31,7 @@ struct BiasActBackward : BiasAct {
   double* shares;   // workspace of cuda::, chain_shares() of them
 };
 
-namespace cpu {
-void bias_act(const BiasActForward& call, Parallel parallel);
-void bias_act(const BiasActBackward& call, Parallel parallel);
-}  // namespace cpu
-
-namespace cuda {
-void bias_act(const BiasActForward& call, void* stream);
-void bias_act(const BiasActBackward& call, void* stream);
-}  // namespace cuda
+FT_ENTRIES(BiasActForward)
+FT_ENTRIES(BiasActBackward)
 
 }  // namespace fusedtrain

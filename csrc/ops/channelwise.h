@@ -30,18 +30,12 @@ struct ChannelwiseBackward {
   double* shares;                         // workspace of cuda::, channelwise_shares() of them
 };
 
-namespace cpu {
-void channelwise(const ChannelwiseForward& call, Parallel parallel);
-void channelwise(const ChannelwiseBackward& call, Parallel parallel);
-}  // namespace cpu
-
 namespace cuda {
-void channelwise(const ChannelwiseForward& call, void* stream);
-void channelwise(const ChannelwiseBackward& call, void* stream);
 // Doubles that the shares take; none of them need be set.
 int64_t channelwise_shares(const ChannelwiseBackward& call);
-// The gradient of parameter `which`, one value of the call's dtype a channel.
-void add_shares(const ChannelwiseBackward& call, int which, void* gradient, void* stream);
 }  // namespace cuda
+
+FT_ENTRIES(ChannelwiseForward)
+FT_ENTRIES(ChannelwiseBackward)
 
 }  // namespace fusedtrain

@@ -17,7 +17,18 @@ constexpr int kMaxParameters = 2;
 // Tensor that the backward of a formula takes beside the gradient.
 enum Saved { kInput, kOutput };
 
-// Where the loops of the CPU get their threads. run() calls part(state, first, last) for pieces of
+// Entries of a call, which calls of fusedtrain::compute() find by the type of the last argument.
+#define FT_ENTRIES(Call)                             \
+  namespace cpu {                                    \
+  void compute(const Call& call, Parallel parallel); \
+  }                                                  \
+  namespace cuda {                                   \
+  void compute(const Call& call, void* stream);      \
+  }                                                  \
+  using cpu::compute;                                \
+  using cuda::compute;
+
+// Threads of the CPU's loops. run() calls part(state, first, last) for pieces of
 // [0, n) of at least `grain`, on any thread in any order.
 struct Parallel {
   using Part = void (*)(const void* state, int64_t first, int64_t last);

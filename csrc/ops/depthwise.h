@@ -35,18 +35,15 @@ struct DepthwiseBackward : Depthwise {
   void* grad_input;
   void* grad_weight;
   void* grad_bias;
+  double* shares;  // workspace of cuda::, depthwise_shares() of them
 };
 
-namespace cpu {
-void depthwise_conv(const DepthwiseForward& call, Parallel parallel);
-void depthwise_conv(const DepthwiseBackward& call, Parallel parallel);
-}  // namespace cpu
-
 namespace cuda {
-void depthwise_conv(const DepthwiseForward& call, void* stream);
-// `shares` has depthwise_workspace(call) numbers, which need not be set to anything.
-void depthwise_conv(const DepthwiseBackward& call, double* shares, void* stream);
-int64_t depthwise_workspace(const DepthwiseBackward& call);
+// Doubles that the shares take; none of them need be set.
+int64_t depthwise_shares(const DepthwiseBackward& call);
 }  // namespace cuda
+
+FT_ENTRIES(DepthwiseForward)
+FT_ENTRIES(DepthwiseBackward)
 
 }  // namespace fusedtrain

@@ -24,13 +24,15 @@ struct FewBitBackward {
 };
 
 namespace cpu {
-void few_bit(const FewBitForward& call, int64_t n, Parallel parallel);
-void few_bit(const FewBitBackward& call, int64_t n, Parallel parallel);
+void compute(const FewBitForward& call, int64_t n, Parallel parallel);
+void compute(const FewBitBackward& call, int64_t n, Parallel parallel);
 }  // namespace cpu
 
 namespace cuda {
-void few_bit(const FewBitForward& call, int64_t n, void* stream);
-void few_bit(const FewBitBackward& call, int64_t n, void* stream);
+void compute(const FewBitForward& call, int64_t n, void* stream);
+void compute(const FewBitBackward& call, int64_t n, void* stream);
 }  // namespace cuda
+using cpu::compute;
+using cuda::compute;
 
 }  // namespace fusedtrain

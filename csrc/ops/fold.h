@@ -34,14 +34,7 @@ struct FoldBackward : FoldWeight {
   void* grad_gamma;
 };
 
-namespace cpu {
-void fold(const FoldForward& call, Parallel parallel);
-void fold(const FoldBackward& call, Parallel parallel);
-}  // namespace cpu
-
-namespace cuda {
-void fold(const FoldForward& call, void* stream);
-void fold(const FoldBackward& call, void* stream);
-}  // namespace cuda
+FT_ENTRIES(FoldForward)
+FT_ENTRIES(FoldBackward)
 
 }  // namespace fusedtrain

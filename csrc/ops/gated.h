@@ -26,14 +26,7 @@ struct GatedBackward : Gated {
   int64_t grad_gate_stride, grad_value_stride;
 };
 
-namespace cpu {
-void gated(const GatedForward& call, Parallel parallel);
-void gated(const GatedBackward& call, Parallel parallel);
-}  // namespace cpu
-
-namespace cuda {
-void gated(const GatedForward& call, void* stream);
-void gated(const GatedBackward& call, void* stream);
-}  // namespace cuda
+FT_ENTRIES(GatedForward)
+FT_ENTRIES(GatedBackward)
 
 }  // namespace fusedtrain

@@ -20,12 +20,6 @@ struct NormalizeImages {
 // Where x_last != y_last.
 constexpr int64_t kMostChannelsMoved = 16;
 
-namespace cpu {
-void normalize_images(const NormalizeImages& call, Parallel parallel);
-}  // namespace cpu
-
-namespace cuda {
-void normalize_images(const NormalizeImages& call, void* stream);
-}  // namespace cuda
+FT_ENTRIES(NormalizeImages)
 
 }  // namespace fusedtrain

@@ -25,13 +25,15 @@ struct PointwiseBackward {
 };
 
 namespace cpu {
-void pointwise(const PointwiseForward& call, int64_t n, Parallel parallel);
-void pointwise(const PointwiseBackward& call, int64_t n, Parallel parallel);
+void compute(const PointwiseForward& call, int64_t n, Parallel parallel);
+void compute(const PointwiseBackward& call, int64_t n, Parallel parallel);
 }  // namespace cpu
 
 namespace cuda {
-void pointwise(const PointwiseForward& call, int64_t n, void* stream);
-void pointwise(const PointwiseBackward& call, int64_t n, void* stream);
+void compute(const PointwiseForward& call, int64_t n, void* stream);
+void compute(const PointwiseBackward& call, int64_t n, void* stream);
 }  // namespace cuda
+using cpu::compute;
+using cuda::compute;
 
 }  // namespace fusedtrain

@@ -29,14 +29,7 @@ struct MaxPoolBackward : MaxPool {
   void* grad_input;
 };
 
-namespace cpu {
-void max_pool2d(const MaxPoolForward& call, Parallel parallel);
-void max_pool2d(const MaxPoolBackward& call, Parallel parallel);
-}  // namespace cpu
-
-namespace cuda {
-void max_pool2d(const MaxPoolForward& call, void* stream);
-void max_pool2d(const MaxPoolBackward& call, void* stream);
-}  // namespace cuda
+FT_ENTRIES(MaxPoolForward)
+FT_ENTRIES(MaxPoolBackward)
 
 }  // namespace fusedtrain

@@ -27,14 +27,7 @@ struct ScaleBackward {
   double* shares;  // workspace of cuda::, chain_shares() of them
 };
 
-namespace cpu {
-void scale_add(const ScaleForward& call, Parallel parallel);
-void scale_add(const ScaleBackward& call, Parallel parallel);
-}  // namespace cpu
-
-namespace cuda {
-void scale_add(const ScaleForward& call, void* stream);
-void scale_add(const ScaleBackward& call, void* stream);
-}  // namespace cuda
+FT_ENTRIES(ScaleForward)
+FT_ENTRIES(ScaleBackward)
 
 }  // namespace fusedtrain

@@ -83,7 +83,7 @@ def test_every_schema_has_its_kernel() -> None:
     for family, ops in FAMILIES.items():
         for op in ops:
             for key, where in {
-                "CPU": "an FT_IMPLEMENT_ of csrc/bindings/, called in families.h",
+                "CPU": "an FT_REGISTER of csrc/bindings/, included in families.h",
                 "Meta": f"define() in fusedtrain/ops/{family}.py",
                 "CompositeExplicitAutograd": f"define() in fusedtrain/ops/{family}.py",
             }.items():
