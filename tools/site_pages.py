@@ -4,7 +4,8 @@ A page links files of the repository by relative paths, so the links work on a f
 checkout. The site has a copy of every file that is linked: Markdown as a page, a picture as a
 picture, a source as a page with its code. Links are rewritten to these.
 
-docs/api.md lists the public names; each of its sections becomes a page of docstrings.
+docs/api.md lists the public names; each of its sections becomes a page of docstrings. The pages of
+docs/benchmarks/ get all rows of the stored results.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import posixpath
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 LOG = logging.getLogger("mkdocs.hooks.site_pages")  # a warning here fails `mkdocs build --strict`
 PICTURES = {".png", ".svg", ".jpg"}
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cpp", ".cuh": "cpp"}
@@ -172,6 +175,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = outside_code(markdown, lambda text: _LINK.sub(link, text))
     if place == API:
         markdown = _link_names(markdown)
+    if place.startswith("benchmarks/"):
+        from benchmarks.report import with_rows  # imports torch
+
+        markdown = with_rows(markdown)
     return markdown
 
 
