@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Row, Settings
-from benchmarks.experiments.images import DEBIAN, RealImages, digit_images, real_images
+from benchmarks.experiments.images import DEBIAN, RealImages, real_images
 from benchmarks.experiments.large_batch import accuracy, batches
 from benchmarks.experiments.models import SmallViT, cifar_resnet, decayed_groups
 
@@ -77,7 +77,7 @@ def sizes(settings: Settings) -> Sizes:
 
 @lru_cache(maxsize=1)
 def _images(name: str, most: int, device: str) -> RealImages:
-    return (digit_images if name == DIGITS else real_images)(PIXELS[name], most).to(device)
+    return real_images(PIXELS[name], most, device, digits=name == DIGITS)
 
 
 def _build(network: str, data: RealImages, seed: int, settings: Settings) -> nn.Module:

@@ -76,8 +76,8 @@ def contestants(s: Sizes) -> dict[str, Contestant]:
 @lru_cache(maxsize=1)
 def _images(pixels: int, count: int, device: str) -> tuple[RealImages, int]:
     """Images on the device, and how many of those for training are held out to choose a rate."""
-    data = real_images(pixels, most=count)
-    return data.to(device), len(data.images) // 10
+    data = real_images(pixels, count, device)
+    return data, len(data.images) // 10
 
 
 def rate_at(step: int, steps: int, rate: float) -> float:
