@@ -1,9 +1,6 @@
 """Recompute activations: what does it cost to compute them again instead of keeping them?
 
-Source: Chen et al. 2016, arXiv:1604.06174, a ResNet of 1000 layers: about 30 % more time.
-fusedtrain's claim: convert(memory="recompute") saves memory for less time than checkpointing.
-Found 2026-11-23 on an AMD EPYC (2 threads): the second holds; for the first the interval of the
-time is too wide. Each block is checkpointed; gradients are compared in float64.
+Each block is checkpointed; gradients are compared in float64.
 """
 
 from __future__ import annotations

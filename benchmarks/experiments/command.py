@@ -69,7 +69,8 @@ def _run(name: str, settings: Settings, files: Sequence[Path]) -> None:
     """Rows of an experiment go to the screen and into the files."""
     module = importlib.import_module(f"benchmarks.experiments.{name}")
     facts = {"experiment": name, "seed": settings.seed, **setting(settings.device)}
-    print(f"\n== {name}: {(module.__doc__ or '').strip()}\n", flush=True)
+    question = (module.__doc__ or "").strip()
+    print(f"\n== {question}\ndocs/experiments/{name}.md: source, setup, verdicts\n", flush=True)
     # Closed after Ctrl-C, so that processes and files are closed.
     with _clean_torch(settings.seed), contextlib.closing(module.rows(settings)) as rows:
         for row in rows:

@@ -1,11 +1,6 @@
 """Workers of a DataLoader and pinned memory: how many workers, and does pinned memory help?
 
-Source: PyTorch performance tuning guide, a GPU, no number: num_workers > 0 overlaps loading with
-training; pin_memory=True makes copies to a GPU faster.
-Found 2026-11-23 on an AMD EPYC (2 cores): workers compete with training for the cores, 8 of them
-1.04 times as fast (0.92 to 1.15), and images in memory would be 2.27 times. Without a GPU torch
-pins nothing. Each access decodes, crops, resizes, flips and normalises a JPEG of smooth noise in
-memory, or a tensor of bytes where PIL is missing. Gains are over no workers.
+Each access decodes a JPEG of smooth noise in memory, or a tensor of bytes where PIL is missing.
 """
 
 from __future__ import annotations

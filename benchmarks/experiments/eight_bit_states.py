@@ -1,11 +1,7 @@
 """Optimizer states of 8 bits: do they and 24-bit masters train as float32 states and masters do?
 
-Source: FlashOptim, arXiv:2602.23349 (2026), CUDA: they do not change the quality of a training.
-Found 2026-11-25 on an AMD EPYC (1 thread), 3 seeds, digits and Fashion-MNIST: accuracies and losses
-are within the spread of float32 over seeds, with and without stochastic rounding. The spread is 2
-deviations of a float32 run, pooled over the optimizers of a network and data set: none of 160
-differences is beyond. Parameters and gradients are bfloat16; losses are means of the quarters of a
-training. Rates are not tuned. Parameters of fewer than 4096 elements keep float32 states.
+Losses are means of the quarters of a training. Parameters of fewer than 4096 elements keep float32
+states.
 """
 
 from __future__ import annotations
