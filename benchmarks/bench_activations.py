@@ -11,7 +11,6 @@ from functools import lru_cache
 
 import torch
 
-from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, Work, dtype_name
 from benchmarks.harness.race import Race
 from fusedtrain.advisor.bench import Contest
@@ -19,7 +18,6 @@ from fusedtrain.advisor.bench.activations import CHOSEN, TENSORS, contest
 from fusedtrain.reference import ACTIVATIONS
 
 FAMILY = "activations"
-REPORT = ops.report(FAMILY, chosen_by=("dtype", "numel"))
 SIZES = tuple(2**power for power in (10, 16, 20, 23, 25))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUICK_OPS = ("mish", "relu")

@@ -7,7 +7,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -17,13 +17,11 @@ from torch import Tensor
 
 from benchmarks.harness import steps
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Prepare, Race, copy_buffers
-from benchmarks.harness.rows import Row, medians
+from benchmarks.harness.rows import medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
 from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, TORCHAO, Contestant, does
-from benchmarks.harness.tables import STRONGEST, Column, Report, counted, pair, size_text
 from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
@@ -174,69 +172,3 @@ def test_amp_step(race: Race, case: Case) -> None:
         host_ns=medians(_host_samples(race, case, entrants)),
         counts=counts,
     )
-
-
-# --- report ---
-
-
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{row.model} {row.dtype}  {row.op} {row['job']}" for row in rows]
-    best = [row.strongest() for row in rows]
-
-    def percent(row: Row, who: str | None) -> float | None:
-        return 100 * row["gb_per_s"][who] / row["gb_per_s"]["copy"] if who else None
-
-    return [
-        [
-            Panel(
-                f"strongest rival's {FASTER}",
-                groups,
-                {"fusedtrain": [row.ratio[who] if who else None for row, who in zip(rows, best)]},
-                text=lambda _, group, ratio: f"{ratio:.2f} {best[group]}",
-                line=1,
-            ),
-            Panel(
-                "least bytes / time, percent of the bandwidth of a copy",
-                groups,
-                {
-                    "fusedtrain": [percent(row, "fusedtrain") for row in rows],
-                    "strongest": [percent(row, who) for row, who in zip(rows, best)],
-                },
-                text=lambda _, group, share: f"{share:.0f}",
-                line=100,
-            ),
-        ]
-    ]
-
-
-REPORT = Report(
-    "AMP step",
-    lambda row: f"{row.model}, {row.dtype}: {size_text(row)}",
-    (
-        Column("optimizer", lambda row: row.op, left=True),
-        Column("job", lambda row: row["job"], left=True),
-        Column("ms", lambda row: f"{row.ns['fusedtrain'] / 1e6:.3g}"),
-        Column("B/param", lambda row: str(row["bytes"] // row.numel)),
-        Column("GB/s", lambda row: f"{row['gb_per_s']['fusedtrain']:.1f}"),
-        Column("% copy", lambda row: f"{row['percent_of_copy']:.0f}"),
-        Column("host us", lambda r: pair(r["host_ns"], r, ".0f", 1e3)),
-        Column("launches", lambda row: pair(row["counts"], row, "d") + counted(row)),
-        *STRONGEST,
-    ),
-    key=lambda row: (
-        MODELS.index(row.model), list(KINDS).index(row.dtype), list(RULES).index(row.op),
-        list(JOBS).index(row["job"]),
-    ),
-    label=lambda row: f"{row.op} {row['job']} {row.dtype} {row.model}",
-    legend=lambda rows: (
-        "Each job does what those before it do: step; check: GradScaler's unscaling and check for "
-        "infs; clip: the norm of all gradients; ema: averaged weights; zero: gradients. B/param: "
-        "what the job must read and write at least, counted; GB/s of these bytes; % copy: of the "
-        "bandwidth of a copy in the same rounds. host us: the same call on one element a tensor. "
-        "launches: of kernels on CUDA, on the CPU (ops) dispatched operators. host and launches: "
-        "fusedtrain / the strongest rival. vs: the rival's time / fusedtrain's, above 1 fusedtrain "
-        "is faster."
-    ),
-    panels=_panels,
-    chosen_by=("dtype",),
-)  # fmt: skip

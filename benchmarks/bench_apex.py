@@ -6,30 +6,18 @@ own, on gradients that are restored before every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 
 from benchmarks.harness import apex
-from benchmarks.harness.apex import INSIDE, JOBS, OWN, RIVALS, RULES, Data
+from benchmarks.harness.apex import JOBS, OWN, RULES, Data
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race, copy_buffers
-from benchmarks.harness.rows import Row, medians
-from benchmarks.harness.shapes import MODELS, count, shapes
-from benchmarks.harness.tables import (
-    Column,
-    Limits,
-    Report,
-    counted,
-    interval_text,
-    ratio_text,
-    size_text,
-)
+from benchmarks.harness.rows import medians
+from benchmarks.harness.shapes import count, shapes
 from fusedtrain.advisor.bench.clock import Call
 from fusedtrain.apex.amp._functions import switch_autocast
 
@@ -150,96 +138,3 @@ def test_apex(race: Race, case: Case) -> None:
         host_ns=medians(host),
         counts=counts,
     )
-
-
-# --- report ---
-
-PROMISE = 0.05  # by Apex's calls a step takes at most so much longer than fusedtrain's own
-LISTED = ("fusedtrain", OWN, *RIVALS)  # side by side; INSIDE has a column of its own
-LABELS = {"fusedtrain": "Apex's calls", OWN: "own step", INSIDE: "own, max_grad_norm"}
-
-
-def _each(values: Mapping[str, Any], form: str, unit: float = 1) -> str:
-    """The values of all contestants, in the order of ``LISTED``."""
-    return " / ".join(format(values[w] / unit, form) for w in LISTED if w in values)
-
-
-def _speed_text(row: Row) -> str:
-    return f"{row['gb_per_s']['fusedtrain']:.1f} ({row['percent_of_copy']:.0f} %)"
-
-
-def _ratio_and_interval(rival: str) -> Callable[[Row], str]:
-    return lambda row: f"{ratio_text(rival)(row)} ({interval_text(rival)(row)})"
-
-
-def _loses_to(row: Row, limits: Limits) -> str | None:
-    """The fastest of torch's ways if it is faster, or the own step beyond the promise."""
-    best = row.strongest(RIVALS)
-    if row.loses_to(best, limits.tolerance):
-        return best
-    return OWN if row.loses_to(OWN, PROMISE) else None
-
-
-def _means(row: Row) -> dict[str, float]:
-    best = row.strongest(RIVALS)
-    ratios = {"vs the strongest rival": row.ratio[best]} if best else {}
-    return {**ratios, "Apex's calls / own step": 1 / row.ratio[OWN]}
-
-
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{row.model}\n{row.op} {row['job']}" for row in rows]
-
-    def panel(label: str, values: list[Mapping[str, float]], unit: float, form: str) -> Panel:
-        def text(who: str, group: int, value: float) -> str:
-            share = value * unit / values[group]["fusedtrain"]
-            return f"{value:{form}}" + (f"  ({share:.2f}x)" if who != LABELS["fusedtrain"] else "")
-
-        series = {
-            LABELS.get(who, who): [v[who] / unit if who in v else None for v in values]
-            for who in ("fusedtrain", OWN, INSIDE, *RIVALS)
-            if any(who in v for v in values)
-        }
-        return Panel(label, groups, series, text=text)
-
-    step = "ms a step, loss to next forward, without backward\n(in brackets: over Apex's calls')"
-    host = "us a step on one element a tensor: everything that is not memory"
-    return [
-        [
-            panel(step, [row.ns for row in rows], 1e6, ".3g"),
-            panel(host, [row["host_ns"] for row in rows], 1e3, ".0f"),
-        ]
-    ]
-
-
-LEGEND = (
-    "From the loss to the next forward, but for zero_grad and the backward pass. step: scale_loss "
-    "and optimizer.step(); clip: and clip_grad_norm_. ms, host us (the same on one element a "
-    "tensor) and launches (on the CPU dispatched operators, ops): Apex's calls / own: fusedtrain's "
-    "optimizer and GradScaler / torch's GradScaler with its fused / foreach optimizers in float32 "
-    "/ masters: foreach on float32 copies of a float16 model, by hand. GB/s: of the bytes that the "
-    "step must move at least; % copy: of the bandwidth of a copy in the same rounds. vs: the other"
-    "'s time / Apex's calls', above 1 Apex's calls are faster. max_grad_norm: the own step that "
-    f"clips inside. SLOWER: than a step of torch, or than own by more than {PROMISE:.0%}."
-)
-
-REPORT = Report(
-    "Apex's calls",
-    lambda row: f"Apex's calls, {row.model}: {size_text(row)}",
-    (
-        Column("script", lambda row: row.op, left=True),
-        Column("job", lambda row: row["job"], left=True),
-        Column("ms", lambda row: _each(row.ns, ".3g", 1e6)),
-        Column("GB/s (% copy)", _speed_text),
-        Column("host us", lambda row: _each(row["host_ns"], ".0f", 1e3)),
-        Column("launches", lambda row: _each(row["counts"], ".0f") + counted(row)),
-        Column("vs own (99 %)", _ratio_and_interval(OWN)),
-        Column("vs fused (99 %)", _ratio_and_interval("fused")),
-        Column("vs max_grad_norm", ratio_text(INSIDE)),
-    ),
-    key=lambda row: (MODELS.index(row.model), row.op, list(JOBS).index(row["job"])),
-    label=lambda row: f"{row.model} {row.op} {row['job']}",
-    legend=lambda rows: LEGEND,
-    panels=_panels,
-    loses_to=_loses_to,
-    means=_means,
-)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import ops, shapes
+from benchmarks.harness import shapes
 from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import Race
@@ -23,7 +23,6 @@ from fusedtrain.advisor.bench.norms import (
 )
 
 FAMILY = "batch_norm"
-REPORT = ops.report(FAMILY)
 Shape = tuple[int, ...]
 SHAPES: dict[str, tuple[Shape, ...]] = {
     "cpu": ((16, 96, 56, 56), (32, 96, 56, 56)),

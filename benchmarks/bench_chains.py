@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import Race
 from fusedtrain.advisor.bench.chains import CHAINS, PASSES, contest
 
 FAMILY = "chains"
-REPORT = ops.report(FAMILY)
 SIZES = {"cpu": (2**22, 2**24), "cuda": (2**22, 2**26)}
 QUICK_SIZE = 2**16
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.float32)}

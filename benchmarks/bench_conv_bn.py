@@ -6,7 +6,6 @@ one test, each with a copy of the same network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,12 +15,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import networks
 from benchmarks.harness.cases import LAYOUTS, Options
-from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.networks import JOBS, Contestant, NetworkCase as Case, Setup
+from benchmarks.harness.networks import Contestant, NetworkCase as Case, Setup
 from benchmarks.harness.race import Race, in_graph
-from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import STRONGEST, Column, Report
 
 FAMILY = "conv_bn"
 # Networks of which depthwise convolutions are a large part.
@@ -136,61 +132,3 @@ def test_conv_bn(race: Race, case: Case) -> None:
         note=entrants["fusedtrain"].note,
         errors=errors,
     )
-
-
-# --- report ---
-
-
-def _name(row: Row) -> str:
-    step = "" if row["job"] == "inference" else f" {row['optimizer']}"
-    size = f"{row['batch']} x {row['pixels']}²"
-    return f"{row.model} {size} {row.layout} {row.dtype}{step}"
-
-
-def _saved_text(row: Row) -> str:
-    saved = [row["saved"].get(who, 0) / 1e6 for who in ("eager", "fusedtrain")]
-    return " -> ".join(f"{megabytes:.1f}" for megabytes in saved) if all(saved) else ""
-
-
-def _in_graph(row: Row) -> str:
-    times = [row.get("graph_ns", {}).get(who, 0) / 1e6 for who in ("fusedtrain", "eager")]
-    return " / ".join(f"{ms:.4g}" for ms in times) if all(times) else ""
-
-
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{JOBS[row['job']]}\n{_name(row)}" for row in rows]
-    ratios = bars(rows, ("eager", "compile"), lambda row, who: row.ratio.get(who))
-    saved = bars(
-        rows, ("eager", "fusedtrain"), lambda row, who: row["saved"].get(who, 0) / 1e6 or None
-    )
-    return [
-        [
-            Panel(f"rival's {FASTER}", groups, ratios, line=1),
-            Panel("saved for backward, MB", groups, saved, text=lambda w, g, mb: f"{mb:.0f}"),
-        ]
-    ]
-
-
-REPORT = Report(
-    "networks",
-    lambda row: "networks",
-    (
-        Column("job", lambda row: JOBS[row["job"]], left=True),
-        Column("network", _name, left=True),
-        Column("ms", lambda row: f"{row.ns['fusedtrain'] / 1e6:.4g}"),
-        Column("saved MB", _saved_text),
-        Column("graph ms", _in_graph, optional=True),
-        *STRONGEST,
-        Column("fusedtrain", lambda row: row["note"], left=True),
-    ),
-    key=lambda row: list(JOBS).index(row["job"]),
-    label=lambda row: f"{row['job']} {_name(row)}",
-    legend=lambda rows: (
-        "Training steps are forward, backward and the optimizer: fusedtrain's, torch's fused one "
-        "for the rivals. inference: no_grad; compile: with freezing. graph ms: the step as a "
-        "CUDA graph, fusedtrain / eager. saved MB: kept for backward, eager -> fusedtrain. vs: "
-        "the rival's time / fusedtrain's, above 1 fusedtrain is faster. fusedtrain: what it "
-        "changed."
-    ),
-    panels=_panels,
-)

@@ -7,19 +7,14 @@ contestants and gate are in fusedtrain.advisor.bench.depthwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from statistics import geometric_mean
 
 import torch
 
-from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
-from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race
-from benchmarks.harness.rows import Row
 from fusedtrain.advisor.bench import Contest
 from fusedtrain.advisor.bench.depthwise import Layer, contest
 from fusedtrain.ops import depthwise
@@ -51,41 +46,6 @@ NETWORKS = {
 }  # fmt: skip
 LAYERS = tuple(layer for layers in NETWORKS.values() for layer in layers)
 QUICK = (Layer(16, 28, 3, 2),)
-
-
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Geometric means by network, the layouts side by side. Bars of all layers would be 130."""
-    parts: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        if "eager" in row.ratio:
-            parts.setdefault(row.dtype, {}).setdefault(row.layout, []).append(row)
-    return [[_means(part[name]) for name in LAYOUTS if name in part] for part in parts.values()]
-
-
-def _means(rows: Sequence[Row]) -> Panel:
-    def size(row: Row) -> tuple[str, int, int]:
-        return row.op, *row["shape"][1:3]
-
-    sizes = {
-        name: {(layer.name, layer.channels, layer.side) for layer in layers}
-        for name, layers in NETWORKS.items()
-    } | {"all layers": set(map(size, rows))}
-
-    def mean(network: str, pass_name: str) -> float | None:
-        of_pass = [row for row in rows if row["pass"] == pass_name]
-        ratios = [row.ratio["eager"] for row in of_pass if size(row) in sizes[network]]
-        return geometric_mean(ratios) if ratios else None
-
-    return Panel(
-        f"eager {FASTER}",
-        [*sizes],
-        {p: [mean(name, p) for name in sizes] for p in PASSES},
-        f"{rows[0].layout}: geometric means of each network's layers, {rows[0].dtype}",
-        line=1,
-    )
-
-
-REPORT = replace(ops.report(FAMILY), panels=_panels)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness import ops
 from benchmarks.harness.cases import Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of
@@ -30,7 +29,6 @@ from fusedtrain.advisor.bench.gate import (
 from fusedtrain.reference import ACTIVATIONS
 
 FAMILY = "few_bit"
-REPORT = ops.report(FAMILY)
 BITS = ("q8", "q4", "q2")
 SAVES = {"gelu": BITS, "silu": BITS, "mish": BITS, "hardswish": BITS, "relu": ("q1",)}
 QUICK_SAVES = {"gelu": ("q8",), "relu": ("q1",)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -18,11 +18,8 @@ from torch import nn
 import fusedtrain
 from benchmarks.harness import calls, networks, steps
 from benchmarks.harness.cases import LAYOUTS, Options
-from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race, in_graph
-from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text, pair
 from fusedtrain.advisor.bench.amp_step import parameters
 from fusedtrain.advisor.bench.clock import Call
 
@@ -164,98 +161,3 @@ def test_host(race: Race, case: Case) -> None:
             layout=case.layout, dtype="float32", counts=counts, at_most=case.target,
             graph_ns=graphs, **{"pass": case.pass_name},
         )  # fmt: skip
-
-
-# --- report ---
-
-
-def _rival(row: Row) -> str:
-    return row.strongest() or ""
-
-
-def _share(row: Row) -> float:
-    """Time as a share of the rival's."""
-    return 1 / row.ratio[_rival(row)] if row.ratio else 0.0
-
-
-def is_met(row: Row) -> bool:
-    """Whether fusedtrain takes no more than it may, by the median."""
-    return _share(row) <= row["at_most"]
-
-
-def _loses_to(row: Row, limits: Limits) -> str | None:
-    """The rival, if fusedtrain surely takes more than it may and the tolerance."""
-    rival = _rival(row)
-    if not rival:
-        return None
-    share = row["at_most"]
-    surely = row.ratio_interval[rival][1] * share < 1
-    return rival if surely and _share(row) > share * (1 + limits.tolerance) else None
-
-
-def _in_graph(row: Row) -> str:
-    times = row.get("graph_ns", {})
-    return pair(times, row, ".4g", 1e3) if times else ""
-
-
-def _title(row: Row) -> str:
-    if row.model:
-        return f"host time, forward and backward of networks, batch {BATCH}, {PIXELS} px, float32"
-    if row["pass"] == STEP:
-        return f"host time, optimizer steps of {TENSORS} tensors of [{SIZE}], float32"
-    return f"host time, calls at {list(calls.SHAPE)}, float32"
-
-
-def _key(row: Row) -> Any:
-    names = [*calls.CALLS, *(f"{rule} step" for rule in RULES), "train"]
-    passes = [*calls.PASSES, STEP]
-    return names.index(row.op), row.model, row.layout, passes.index(row["pass"])
-
-
-def _name(row: Row) -> str:
-    return " ".join(filter(None, (row.model or row.op, row.layout)))
-
-
-def _notes(rows: Sequence[Row]) -> Iterator[str]:
-    yield f"  targets met: {sum(map(is_met, rows))} of {len(rows)}"
-
-
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{_name(row)} {row['pass']}" for row in rows]
-    ratios = [row.ratio.get(_rival(row)) for row in rows]
-    return [[Panel(f"rival's {FASTER}", groups, {"fusedtrain": ratios}, "host time", line=1)]]
-
-
-REPORT = Report(
-    "host time",
-    _title,
-    (
-        Column("call", _name, left=True),
-        Column("pass", lambda row: str(row["pass"]), left=True),
-        Column("us", lambda r: pair(r.ns, r, ".4g", 1e3)),
-        Column("in a graph, us", _in_graph, optional=True),
-        Column("rival", _rival, left=True),
-        Column("of the rival's", lambda row: f"{_share(row):.2f}x"),
-        Column("at most", lambda row: f"{row['at_most']:.2f}x"),
-        Column("target", lambda row: "met" if is_met(row) else "missed", left=True),
-        Column("rival / ours, 99 %", lambda row: interval_text(_rival(row))(row)),
-        Column("launches", lambda row: pair(row["counts"], row, "d") + counted(row)),
-    ),
-    key=_key,
-    label=lambda row: f"{_name(row)} {row['pass']}",
-    legend=lambda rows: (
-        "us: of one call on one thread, fusedtrain / rival. On CUDA the time between two events "
-        "around calls back to back, which the host decides at such sizes; in a graph: of a CUDA "
-        "graph of 50 calls, whose launches cost the host nothing. of the rival's: "
-        "fusedtrain's time / the rival's, the median over rounds that time both; at most: the "
-        "target. no gradients: under torch.no_grad; forward: inputs and parameters require "
-        "gradients. fused: torch's fused optimizer with GradScaler and clip_grad_norm_. launches: "
-        "of kernels on CUDA, on the CPU (ops) dispatched operators. SLOWER: the target is missed "
-        "beyond noise."
-    ),
-    panels=_panels,
-    loses_to=_loses_to,
-    means=lambda row: {f"vs {who}": ratio for who, ratio in row.ratio.items()},
-    notes=_notes,
-    marked="us",
-)

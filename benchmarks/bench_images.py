@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import Race
@@ -20,7 +19,6 @@ from fusedtrain.advisor.bench.clock import Function, compiled
 from fusedtrain.advisor.bench.gate import Tolerance, agrees, same_kind
 
 FAMILY = "images"
-REPORT = ops.report(FAMILY)
 OP = "normalize_images"
 BATCHES = {"cpu": (1, 64), "cuda": (1, 256)}
 QUICK_BATCH = 1

@@ -8,8 +8,6 @@ allocator. Rivals take turns within one test.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -21,13 +19,10 @@ from torch import nn
 import fusedtrain
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import Panel, Series, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.memory import bytes_of_step
 from benchmarks.harness.networks import NetworkCase, Setup
 from benchmarks.harness.race import Race
-from benchmarks.harness.rows import Row
-from benchmarks.harness.tables import Column, Limits, Report
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "memory"
@@ -149,89 +144,3 @@ def test_memory(race: Race, case: Case) -> None:
         peak=peak,
         fits=fits,
     )
-
-
-# --- report ---
-
-SLOWER = 0.1  # recomputing takes time by design: at most so much more than keeping everything
-
-
-def _name(row: Row) -> str:
-    return f"{row.model} {row['batch']} x {row['pixels']}² {row.layout} {row.dtype}"
-
-
-def _lines(row: Row) -> list[Row]:
-    """One for each contestant."""
-    return [replace(row, extra={**row.extra, "who": who}) for who in CONTESTANTS
-            if who in row["kept"]]  # fmt: skip
-
-
-def _of_eager(what: str) -> Callable[[Row], str]:
-    def text(row: Row) -> str:
-        values, who = row[what], row["who"]
-        return f"{values[who] / values['eager']:.2f}x" if who in values else ""
-
-    return text
-
-
-def _megabytes(what: str) -> Callable[[Row], str]:
-    return lambda row: f"{row[what][row['who']] / 1e6:.1f}"
-
-
-def _time_of(other: str) -> Callable[[Row], str]:
-    return lambda row: f"{row.ns[row['who']] / row.ns[other]:.2f}x" if row["who"] in row.ns else ""
-
-
-def _loses_to(row: Row, limits: Limits) -> str | None:
-    return "store" if row.ratio["store"] < 1 / (1 + SLOWER) else None
-
-
-def _means(row: Row) -> dict[str, float]:
-    kept, fits = (row[what]["fusedtrain"] / row[what]["eager"] for what in ("kept", "fits"))
-    return {
-        "kept bytes, of eager's": kept,
-        "largest batch, of eager's": fits,
-        "time, of store's": 1 / row.ratio["store"],
-    }
-
-
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    def values(what: str) -> Series:
-        def share(row: Row, who: str) -> float | None:
-            return row[what][who] / row[what]["eager"] if who in row[what] else None
-
-        return bars(rows, CONTESTANTS, share)
-
-    titles = {"kept": "kept by forward", "peak": "peak", "fits": "largest batch"}
-    names = [_name(row) for row in rows]
-    return [[Panel(f"{title}, of eager", names, values(w), line=1) for w, title in titles.items()]]
-
-
-REPORT = Report(
-    "memory",
-    lambda row: "memory in training",
-    (
-        Column("network", lambda row: _name(row) if row["who"] == "eager" else "", left=True),
-        Column("who", lambda row: row["who"], left=True),
-        Column("kept MB", _megabytes("kept")),
-        Column("of eager", _of_eager("kept")),
-        Column("peak MB", _megabytes("peak")),
-        Column("of eager", _of_eager("peak")),
-        Column("largest batch", lambda row: str(row["fits"].get(row["who"], ""))),
-        Column("of eager", _of_eager("fits")),
-        Column("time, of eager", _time_of("eager")),
-        Column("of store", _time_of("store")),
-    ),
-    key=lambda row: (row.model, row.layout),
-    label=_name,
-    legend=lambda rows: (
-        "A training step without the optimizer. kept: allocated after forward; peak: at most in "
-        "forward and backward, gradients included. largest batch: that needs no more than eager's. "
-        "store, fusedtrain (recompute): fusedtrain.convert with that memory."
-    ),
-    panels=_panels,
-    loses_to=_loses_to,
-    means=_means,
-    lines=_lines,
-    marked="time, of eager",
-)

@@ -11,7 +11,6 @@ import torch.nn.functional as T
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness import ops
 from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
 from benchmarks.harness.guards import refuse_the_reference
 from benchmarks.harness.race import PASSES, Race, call_of
@@ -20,7 +19,6 @@ from fusedtrain.advisor.bench.clock import Function, compiled
 from fusedtrain.advisor.bench.gate import GRADIENT, Tolerance, agrees, first_call
 
 FAMILY = "pool"
-REPORT = ops.report(FAMILY)
 OP = "max_pool2d"
 BATCH = {"cpu": 8, "cuda": 64}
 DTYPES = {

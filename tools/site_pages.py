@@ -4,7 +4,8 @@ A page links files of the repository by relative paths, so the links work on a f
 checkout. The site has a copy of every file that is linked: Markdown as a page, a picture as a
 picture, a source as a page with its code. Links are rewritten to these.
 
-docs/api.md lists the public names; each of its sections becomes a page of docstrings.
+docs/api.md lists the public names; each of its sections becomes a page of docstrings. The pages of
+docs/benchmarks/ get all rows of the stored results.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import posixpath
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,7 +174,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = outside_code(markdown, lambda text: _LINK.sub(link, text))
     if place == API:
         markdown = _link_names(markdown)
+    if place.startswith("benchmarks/"):
+        markdown = _with_rows(markdown)
     return markdown
+
+
+def _with_rows(markdown: str) -> str:
+    """A page of docs/benchmarks/ with all rows of its family. This imports torch."""
+    if str(ROOT) not in sys.path:  # mkdocs takes out what a hook adds while it is loaded
+        sys.path.insert(0, str(ROOT))
+    from benchmarks.report import with_rows
+
+    return with_rows(markdown)
 
 
 def _link_names(markdown: str) -> str:

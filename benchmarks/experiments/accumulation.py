@@ -1,10 +1,4 @@
-"""Gradient accumulation: does it give the large batch's gradient in the small batch's memory?
-
-Source: guides to training, without numbers: the accumulated gradient is the batch's unless layers
-mix the samples; memory is that of one micro-batch and of the gradients.
-Found 2026-11-23 on an AMD EPYC (2 threads): both hold. With frozen batch norms gradients differ by
-1e-15, with batch norms in training by 19 %; 16 micro-batches take 1.79 times as long.
-"""
+"""Gradient accumulation: does it give the large batch's gradient in the small batch's memory?"""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """AMP and cuDNN's autotuner: what do they cost and gain, alone and together?
 
-Source: a tutorial on memory and speed in PyTorch, RTX 3080 Ti: AMP saves most memory and does not
-make training faster there; the autotuner makes training faster and takes more memory.
-Found 2026-11-23 on an AMD EPYC (2 threads): AMP (bfloat16) needs 19.2 MB instead of 27.2 at 0.13
-times the speed. A CPU has no autotuner: the switch is set and changes nothing. Each run is a
-process of its own; an epoch is extrapolated from the median step and, on a GPU, the first one.
+Each run is a process of its own; an epoch is extrapolated from the median step and, on a GPU,
+the first one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """Autocast, kernel by kernel: what runs in 16 bits, and when is a GradScaler needed?
 
-Source: PyTorch's AMP recipe, without numbers: matrix products and convolutions run in half
-precision, the time then moves to casts and pointwise operators, bfloat16 needs no GradScaler.
-Found 2026-11-23 on an AMD EPYC (2 threads): the first and the last hold. The second does not:
-16-bit convolutions are slower than those of float32 there. Times are of torch.profiler, of kernels
-on a GPU and of operators on a CPU. A gradient's element is lost if it is 0 and in float32 is not.
+Times are of torch.profiler, of kernels on a GPU and of operators on a CPU.
 """
 
 from __future__ import annotations

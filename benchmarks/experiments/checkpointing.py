@@ -1,9 +1,6 @@
 """Recompute activations: what does it cost to compute them again instead of keeping them?
 
-Source: Chen et al. 2016, arXiv:1604.06174, a ResNet of 1000 layers: about 30 % more time.
-fusedtrain's claim: convert(memory="recompute") saves memory for less time than checkpointing.
-Found 2026-11-23 on an AMD EPYC (2 threads): the second holds; for the first the interval of the
-time is too wide. Each block is checkpointed; gradients are compared in float64.
+Each block is checkpointed; gradients are compared in float64.
 """
 
 from __future__ import annotations
@@ -18,30 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from benchmarks.experiments.experiment import Numbers, Row, Settings, require, timed
-from benchmarks.experiments.models import random_batch
+from benchmarks.experiments.models import Block, random_batch
 from benchmarks.harness.memory import bytes_of_step
 
 EAGER, CHECKPOINT, FORWARD = "everything kept", "torch.utils.checkpoint", "forward alone"
 STORE, RECOMPUTE = "fusedtrain, store", "fusedtrain, recompute"
 SAME = 1e-7  # of the gradient's norm, in float64
-
-
-class Block(nn.Module):
-    """The basic block of a ResNet."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        out += x
-        result: Tensor = self.relu(out)
-        return result
 
 
 class Checkpointed(nn.Sequential):
@@ -59,7 +38,7 @@ def models(channels: int, blocks: int, settings: Settings) -> dict[str, nn.Modul
     stem = nn.Conv2d(3, channels, 3, padding=1, bias=False)
     stock = nn.Sequential(
         nn.Sequential(stem, nn.BatchNorm2d(channels), nn.ReLU(inplace=True)),
-        nn.Sequential(*(Block(channels) for _ in range(blocks))),
+        nn.Sequential(*(Block(channels, channels) for _ in range(blocks))),
         nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)),
     ).to(settings.device)
     made = {who: copy.deepcopy(stock) for who in (EAGER, CHECKPOINT, STORE, RECOMPUTE)}

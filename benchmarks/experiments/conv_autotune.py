@@ -1,12 +1,8 @@
 """cuDNN's autotuner on one convolution: what does torch.backends.cudnn.benchmark gain?
 
-Source: PyTorch performance tuning guide, cuDNN 8, NVIDIA Quadro RTX 8000: forward is 1.70 times as
-fast, forward+backward 1.27 times.
-Found 2026-11-23 on an AMD EPYC: a CPU has no cuDNN, and the switch does nothing.
 The two settings run in two processes: within one, cuDNN's plan for a convolution is kept by its
 shape, whichever setting chose it (run_single_conv of ATen/native/cudnn/Conv_v8.cpp looks there
-before it looks at the setting). Forward is without gradients; forward+backward has those of the
-input, the weight and the bias.
+before it looks at the setting).
 """
 
 from __future__ import annotations

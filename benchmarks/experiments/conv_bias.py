@@ -1,10 +1,6 @@
 """The bias before a batch norm: what does a convolution's bias cost there?
 
-Source: PyTorch performance tuning guide, no number: the bias is useless, and a step without it is
-faster. fusedtrain's claim: drop_redundant_bias makes a step faster and leaves its numbers.
-Found 2026-11-23 on an AMD EPYC (2 threads): outputs differ by rounding alone; the intervals of the
-times contain 1. Few channels on large images: there the bias is most of what a convolution does
-besides. Biases are N(0, 1); a step is forward, backward and SGD, float32.
+Few channels on large images: there the bias is most of what a convolution does besides.
 """
 
 from __future__ import annotations

@@ -1,11 +1,6 @@
 """Data parallel training: is DDP one process with the whole batch, and what costs DataParallel?
 
-Source: PyTorch, notes on DistributedDataParallel: with synchronised batch norms it trains as one
-process with the whole batch; performance tuning guide, no number: DDP is faster than DataParallel.
-Found 2026-11-23 on an AMD EPYC (2 threads): losses in float64 differ by 2e-16, and with each
-process's own batch norms by 7e-04; 2 processes have 0.63 times the speed of 1. The second claim
-needs two GPUs. ResNet-8 after fusedtrain.convert, fusedtrain's SGD; two processes have half of the
-threads each. Speeds are over one process.
+Two processes have half of the threads each. Speeds are over one process.
 """
 
 from __future__ import annotations

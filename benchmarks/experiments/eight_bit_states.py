@@ -1,11 +1,7 @@
 """Optimizer states of 8 bits: do they and 24-bit masters train as float32 states and masters do?
 
-Source: FlashOptim, arXiv:2602.23349 (2026), CUDA: they do not change the quality of a training.
-Found 2026-11-25 on an AMD EPYC (1 thread), 3 seeds, digits and Fashion-MNIST: accuracies and losses
-are within the spread of float32 over seeds, with and without stochastic rounding. The spread is 2
-deviations of a float32 run, pooled over the optimizers of a network and data set: none of 160
-differences is beyond. Parameters and gradients are bfloat16; losses are means of the quarters of a
-training. Rates are not tuned. Parameters of fewer than 4096 elements keep float32 states.
+Losses are means of the quarters of a training. Parameters of fewer than 4096 elements keep float32
+states.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Row, Settings
-from benchmarks.experiments.images import DEBIAN, RealImages, digit_images, real_images
+from benchmarks.experiments.images import DEBIAN, RealImages, real_images
 from benchmarks.experiments.large_batch import accuracy, batches
 from benchmarks.experiments.models import SmallViT, cifar_resnet, decayed_groups
 
@@ -77,7 +73,7 @@ def sizes(settings: Settings) -> Sizes:
 
 @lru_cache(maxsize=1)
 def _images(name: str, most: int, device: str) -> RealImages:
-    return (digit_images if name == DIGITS else real_images)(PIXELS[name], most).to(device)
+    return real_images(PIXELS[name], most, device, digits=name == DIGITS)
 
 
 def _build(network: str, data: RealImages, seed: int, settings: Settings) -> nn.Module:

@@ -1,10 +1,6 @@
 """ResNets in half precision with float32 masters: how much time and memory does that save?
 
-Source: RTX 2080 Ti, ResNet-18, batch 128: 10 s an epoch instead of 15 s, 1,500 MB instead of 2,000;
-Titan RTX, ResNet-50, batch 512: 27 s instead of 57 s, 11,727 MB instead of 21,000.
-Found 2026-11-23 on an AMD EPYC (2 threads), with bfloat16 and smaller networks: 0.12 and 0.21 times
-the speed, 0.81 and 0.85 times the memory. An epoch of 50,000 images is extrapolated from the median
-step; memory is the most that building the network and two steps allocate.
+Memory is the most that building the network and two steps allocate.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Large batches: do LARS and LAMB train without loss of accuracy, and does SGD?
-
-Source: arXiv:1708.03888 (2017), LARS on ImageNet, ResNet-50 with batches up to 32K;
-arXiv:1904.00962 (2019), LAMB on a TPUv3 pod, ResNet-50 with 32K, BERT with 64K.
-Found 2026-11-23 on an AMD EPYC, Fashion-MNIST: neither holds with 152 steps instead of 1248; SGD
-with small batches has 85.3 %, LARS loses 4.0 points, LAMB 2.2, SGD 3.9. Each tries 0.25, 1 and 4
-times a rate; a tenth of the images for training chooses with one seed.
-"""
+"""Large batches: do LARS and LAMB train without loss of accuracy, and does SGD?"""
 
 from __future__ import annotations
 
@@ -76,8 +69,8 @@ def contestants(s: Sizes) -> dict[str, Contestant]:
 @lru_cache(maxsize=1)
 def _images(pixels: int, count: int, device: str) -> tuple[RealImages, int]:
     """Images on the device, and how many of those for training are held out to choose a rate."""
-    data = real_images(pixels, most=count)
-    return data.to(device), len(data.images) // 10
+    data = real_images(pixels, count, device)
+    return data, len(data.images) // 10
 
 
 def rate_at(step: int, steps: int, rate: float) -> float:

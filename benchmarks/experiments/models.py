@@ -60,7 +60,7 @@ def cifar_resnet(name: str, classes: int = 10, width: int = 64) -> nn.Module:
 class Block(nn.Module):
     """Two convolutions with batch norm, and the sum with the input."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(outputs)
@@ -72,8 +72,9 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(conv, nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)), inplace=True)))
+        y += self.shortcut(x)
+        return F.relu(y, inplace=True)
 
 
 def small_resnet(settings: Settings, width: int, depth: int = 1, classes: int = 10) -> nn.Module:

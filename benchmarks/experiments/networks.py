@@ -1,11 +1,7 @@
 """Networks at 224 pixels: what does fusedtrain give them, beside torch.compile?
 
-fusedtrain's claims: convert is never slower than eager torch, and saves memory in training, with
-memory="recompute" more.
-Found 2026-11-23 on an AMD EPYC (2 threads), float32, batch 4: 1.06 times as fast (0.96 to 1.10) on
-ResNet-50 and 1.07 times on EfficientNet-B0; memory 0.95 and 0.73 of eager's, recomputed 0.67 and
-0.35. A step of torchvision's networks, 16 bits by autocast, channels_last, torch's SGD. Speeds are
-over eager's, in turns with it. MB: at most allocated by a step, beyond weights and states.
+Speeds are over eager's, in turns with it. MB: at most allocated by a step, beyond weights and
+states.
 """
 
 from __future__ import annotations

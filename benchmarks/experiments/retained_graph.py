@@ -1,10 +1,5 @@
 """Losses kept with their graph: what does a list of losses cost without item() or detach()?
 
-Source: PyTorch FAQ ("My model reports cuda runtime error(2): out of memory"), no number: a loss
-kept after backward keeps its graph; guides: so does one without backward; item(), detach() and
-no_grad() end the growth.
-Found 2026-11-23 on an AMD EPYC: the first does not hold (0.000 MB a step: backward frees what the
-graph saved), the second does (20.459 MB a step), the third does.
 Growth: bytes of tensors that stay allocated after a step. Nodes are autograd's, of one loss.
 """
 

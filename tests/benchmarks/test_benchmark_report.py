@@ -1,251 +1,238 @@
-"""The report: tables, Markdown, charts and what is slower, of all kinds of rows."""
+"""The report: what is slower, tables, charts, and what the docs show of the stored results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import html
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks import report
+from benchmarks import charts, report
 from benchmarks.harness.rows import load, make_row
-from benchmarks.harness.store import FAMILIES
-from helpers.benchmarks import STEADY, cells, times, write
+from helpers.benchmarks import STEADY, times, write
 
 N = 2**20
-Rivals = dict[str, list[float]]
+BOTH = {"pass": "forward+backward"}
+MACHINE = {"device": "a CPU", "device_type": "cpu", "torch": "2.13", "threads": 2, "allocator": "",
+           "date": "2026-11-21T08:00:00+00:00", "backend": "default"}  # fmt: skip
+STEP: dict[str, Any] = {
+    "model": "resnet50", "op": "adamw", "dtype": "float32", "numel": 2 * N, "moved": 64 * N,
+    "copied": 16 * N,
+}  # fmt: skip
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a results file from (op, pass, numel, ns of fusedtrain, ns of the rivals)."""
-
-    def file(*rows: tuple[str, str, int, list[float], Rivals], name: str = "results.json") -> Path:
-        infos: list[dict[str, Any]] = [{}]  # one of another kind
-        for op, pass_name, numel, ours, rivals in rows:
-            copies = {"copy": [0.5 * t for t in ours], "copy_fresh": ours}
-            infos.append(
-                make_row(
-                    "activations", "cpu", {"fusedtrain": ours, **rivals, **copies}, op=op,
-                    dtype="float32", numel=numel, copied=8 * numel,
-                    moved={"forward": 8, "forward+backward": 20}[pass_name] * numel,
-                    **{"pass": pass_name},
-                )
-            )  # fmt: skip
-        return write(tmp_path / name, infos)
-
-    return file
+def row(
+    family: str, factors: dict[str, float], ours: list[float] = STEADY, **extra: Any
+) -> dict[str, Any]:
+    """A row of results, from the times of rivals over 1 ms."""
+    samples = {"fusedtrain": ours, **{who: times(factor) for who, factor in factors.items()}}
+    return make_row(family, "cpu", samples, **{"dtype": "float32", **extra}) | MACHINE
 
 
-def test_every_family_has_a_report() -> None:
-    for family in FAMILIES:
-        names = [column.name for column in report.report_of(family).columns]
-        assert report.report_of(family).marked in [*names, "ms"]
-    assert len({report.report_of(family).name for family in FAMILIES}) == len(FAMILIES)
-    assert report.MAIN in FAMILIES
+def mish(numel: int = N, op: str = "mish", ours: list[float] = STEADY, **factors: float) -> Any:
+    factors = {"eager": 3, "copy": 0.5, "copy_fresh": 1} | factors
+    moved = {"numel": numel, "moved": 20 * numel, "copied": 8 * numel}
+    return row("activations", factors, ours, op=op, **BOTH, **moved)
 
 
-@pytest.mark.parametrize("name", ["amd-epyc", "intel-r-xeon-r-processor"])
-def test_stored_results_are_readable(name: str, capsys: Any) -> None:
-    path = Path(report.__file__).with_name("results") / f"{name}.json"
-    rows = report.read([path])
-    assert report.main([str(path), "--markdown"]) == 0
-    text = capsys.readouterr().out
-    for family, of_family in rows.items():
-        for row in of_family:
-            of = report.report_of(family)
-            assert all(isinstance(c.cell(line), str) for line in of.lines(row) for c in of.columns)
-            assert of.label(row)
-    assert ("swiglu" in text) == (name == "amd-epyc")
+SNAPSHOT = """\
+activations, a CPU, 2 threads, torch 2.13, 2026-11-21: 3 rows, 1 noisy
+  vs eager at 2^20 and above: 1.22x (geometric mean of 2), from 0.50x to 3.00x
+  vs compile at 2^20 and above: 1.25x (geometric mean of 1), from 1.25x to 1.25x
+Slower than a rival beyond noise (> 5%): 1 rows
+  relu, forward+backward, 2^20, float32: 0.50x eager, 1 ms against 500 us
+
+activations, a CPU, 2 threads, torch 2.13, 2026-11-21
+
+| row | fusedtrain | eager | compile | GB/s | B/element |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| silu, forward+backward, 2^10, float32 | 3 ms \\* | 1 ms, 0.33x (0.33-1.00) |  | 0.0 (83 %, 42 %) | 20 |
+| mish, forward+backward, 2^20, float32 | 1 ms | 3 ms, 3.00x (3.00-3.00) | 1.25 ms, 1.25x (1.25-1.25) | 21.0 (250 %, 125 %) | 20 |
+| relu, forward+backward, 2^20, float32 | 1 ms | 500 us, 0.50x (0.50-0.50) |  | 21.0 (250 %, 125 %) | 20 |
+
+amp_step, a CPU, 2 threads, torch 2.13, 2026-11-21: 2 rows, 0 noisy
+  vs fused at 2^20 and above: 1.06x (geometric mean of 2), from 0.75x to 1.50x
+  vs foreach at 2^20 and above: 3.00x (geometric mean of 1), from 3.00x to 3.00x
+Slower than a rival beyond noise (> 5%): 1 rows
+  adamw, ResNet-50, step, 2^21, float32: 0.75x fused, 1 ms against 750 us
+
+amp_step, a CPU, 2 threads, torch 2.13, 2026-11-21
+
+| row | fusedtrain | fused | foreach | GB/s | B/element | launches |
+| --- | ---: | ---: | ---: | ---: | ---: | ---: |
+| adamw, ResNet-50, step, 2^21, float32 | 1 ms | 750 us, 0.75x (0.75-0.75) |  | 67.1 (400 %) | 32 |  |
+| adamw, ResNet-50, ema, 2^21, float32 | 1 ms | 1.5 ms, 1.50x (1.50-1.50) | 3 ms, 3.00x (3.00-3.00) | 67.1 (400 %) | 32 | 7 (fused 22) |
+
+memory, a CPU, 2 threads, torch 2.13, 2026-11-21: 1 rows, 0 noisy
+  vs eager: 2.00x (geometric mean of 1), from 2.00x to 2.00x
+  vs store: 0.80x (geometric mean of 1), from 0.80x to 0.80x
+Slower than a rival beyond noise (> 5%): 1 rows
+  ResNet-18, 4 x 64 px, contiguous, float32: 0.80x store, 1 ms against 800 us
+
+memory, a CPU, 2 threads, torch 2.13, 2026-11-21
+
+| row | fusedtrain | eager | store | kept | largest batch |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| ResNet-18, 4 x 64 px, contiguous, float32 | 1 ms | 2 ms, 2.00x (2.00-2.00) | 800 us, 0.80x (0.80-0.80) | 50 MB (eager 100 MB, store 80 MB) | 6 (eager 4, store 5) |
+"""  # noqa: E501
 
 
-def test_table(results: Callable[..., Path], capsys: Any) -> None:
-    path = results(
-        ("mish", "forward", N, STEADY, {"eager": times(3), "compile": times(1.25)}),
-        ("mish", "forward+backward", N, STEADY, {"eager": times(4)}),
-        ("silu", "forward", 2**10, STEADY, {"eager": times(1)}),
-    )
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert "float32, 2^20 elements" in text
-    assert torch.__version__ in text
-    # 2 tensors of 4 MiB in 1 ms; the copy moves the same bytes in the same time.
-    assert cells(text, "│ mish │ forward ") == [
-        *("mish", "forward", "1 ms", "8.4", "100", "50", "3.00x", "3.00-3.00", "1.25x", "")
-    ]
-    assert "1 ms" in text
-    assert "21.0" in text
-    assert "Slower than a rival beyond noise (> 5%): 0 rows" in text
-    assert "3.46x (geometric mean of 2)" in text
-    assert "+0.0 us per call (silu" in text
-
-
-def test_markdown(results: Callable[..., Path], capsys: Any) -> None:
-    path = results(
-        ("mish", "forward", N, STEADY, {"eager": times(3), "compile": times(1.25)}),
-        ("mish", "forward+backward", N, STEADY, {"eager": times(4)}),
-        ("silu", "forward", N, STEADY, {"eager": times(1)}),
-        ("silu", "forward", 2**10, STEADY, {"eager": times(1)}),
-    )
-    assert report.main([str(path), "--markdown"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert table[0] == "| op | pass | time | GB/s (% copy) | vs eager | vs compile |"
-    assert table[2:] == [
-        "| mish | forward | 1 ms | 8.4 (100 %) | 3.00x | 1.25x |",
-        "| mish | forward+backward | 1 ms | 21.0 (250 %) | 4.00x |  |",
-        "| silu | forward | 1 ms | 8.4 (100 %) | 1.00x |  |",
-    ]
-    assert report.main([str(path), "--markdown", "--numel", "1024"]) == 0
+def test_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = row(
+        "memory", {"eager": 2, "store": 0.8}, model="resnet18", batch=4, pixels=64,
+        layout="contiguous", kept={"eager": 10**8, "store": 8 * 10**7, "fusedtrain": 5 * 10**7},
+        fits={"eager": 4, "store": 5, "fusedtrain": 6},
+    )  # fmt: skip
+    infos = [
+        mish(compile=1.25),
+        memory,
+        mish(op="relu", eager=0.5),
+        mish(2**10, "silu", [1e6] + [3e6] * 8, eager=1),
+        row("amp_step", {"fused": 1.5, "foreach": 3, "copy": 1}, **STEP, job="ema",
+            counts={"fusedtrain": 7, "fused": 22}),
+        row("amp_step", {"fused": 0.75, "copy": 1}, **STEP, job="step"),
+    ]  # fmt: skip
+    path, chart = write(tmp_path / "rows.json", infos), tmp_path / "chart.svg"
+    assert report.main([str(path), f"--svg={chart}", "--fail-slower"]) == 1
+    assert capsys.readouterr().out == f"{SNAPSHOT}\n{report.LEGEND}\n"
+    assert {"mish", "relu", "3 ms", "500 us"} <= {*words(chart.read_text())}
+    assert report.main([str(path), "--family=amp_step"]) == 0
     assert "mish" not in capsys.readouterr().out
+    assert report.main([str(path), "--family=pool"]) == 2
 
 
-def test_chart(results: Callable[..., Path], tmp_path: Path) -> None:
-    one = results(
-        ("mish", "forward", N, STEADY, {"eager": times(3), "compile": times(1)}),
-        ("mish", "forward+backward", N, STEADY, {"eager": times(4), "compile": times(2)}),
-    )
-    other = results(("silu", "forward", 2**10, STEADY, {"eager": times(1)}), name="other.json")
-    drawn = tmp_path / "charts" / "bars.svg"
-    assert report.main([str(one), str(other), "--svg", str(drawn)]) == 0
-    assert drawn.read_text().startswith("<svg ")
-    words = drawn.read_text()
-    assert ">4.00<" in words
-    assert ">mish<" in words
+def words(svg: str) -> list[str]:
+    """Each line of text of a chart."""
+    return [html.unescape(text) for text in re.findall(r">([^<>\n]+)</t(?:ext|span)>", svg)]
 
 
-def test_no_rows(results: Callable[..., Path]) -> None:
-    assert report.main([str(results())]) == 2
+# --- what is slower ---
 
 
 @pytest.mark.parametrize(
-    ("numel", "ours", "slower"),
+    ("numel", "ours", "eager", "slower"),
     [
-        pytest.param(N, [1.2e6] * 20, True, id="surely slower"),
-        pytest.param(N, [1.04e6] * 20, False, id="within 5 percent"),
-        pytest.param(N, [0.9e6] + [1.2e6] * 19, True, id="one outlier"),
-        pytest.param(N, [0.9e6] * 8 + [1.3e6] * 12, False, id="noise"),
-        pytest.param(2**10, [4e3] * 20, False, id="small, 3 us more"),
-        pytest.param(2**10, [8e3] * 20, True, id="small, 7 us more"),
+        pytest.param(N, [1.2e6] * 20, 1.0, True, id="surely slower"),
+        pytest.param(N, [1.04e6] * 20, 1.0, False, id="within 5 percent"),
+        pytest.param(N, [0.9e6] + [1.2e6] * 19, 1.0, True, id="one outlier"),
+        pytest.param(N, [0.9e6] * 8 + [1.3e6] * 12, 1.0, False, id="noise"),
+        pytest.param(2**10, [4e3] * 20, 1e-3, False, id="small, 3 us more"),
+        pytest.param(2**10, [8e3] * 20, 1e-3, True, id="small, 7 us more"),
     ],
 )
-def test_slower_rows_are_flagged(
-    results: Callable[..., Path],
-    capsys: Any,
-    numel: int,
-    ours: list[float],
-    slower: bool,
+def test_ops_that_are_slower(
+    tmp_path: Path, numel: int, ours: list[float], eager: float, slower: bool
 ) -> None:
-    eager = [1e6 if numel == N else 1e3] * 20
-    path = results(("relu", "forward", numel, ours, {"eager": eager}))
+    samples = {"fusedtrain": ours, "eager": [1e6 * eager] * 20, "compile": [1.0] * 20}
+    info = make_row("activations", "cpu", samples, op="relu", dtype="float32", numel=numel, **BOTH)
+    path = write(tmp_path / "rows.json", [info])
     assert report.main([str(path), "--fail-slower"]) == int(slower)
-    text = capsys.readouterr().out
-    assert ("SLOWER" in text) == slower
-    assert ("  relu forward float32" in text) == slower
     assert report.main([str(path)]) == 0
 
 
-def test_rows_of_a_busy_machine_are_marked(results: Callable[..., Path], capsys: Any) -> None:
-    path = results(
-        ("relu", "forward", N, times(3), {"eager": times(3)}),  # its copy is 3 times silu's
-        ("silu", "forward", N, STEADY, {"eager": STEADY}),
-        ("mish", "forward", 2**10, [1e3] + [3e3] * 8, {"eager": STEADY}),
-        ("gelu", "forward", 2**23, times(8), {"eager": STEADY}),  # the only one of its size
-    )
-    assert report.main([str(path)]) == 0
-    text = capsys.readouterr().out
-    assert "4 rows, 2 noisy" in text
-    lines = {op: x for x in text.splitlines() for op in ("relu", "silu", "mish") if f"│ {op}" in x}
-    assert [op for op, line in lines.items() if "noisy" in line] == ["mish", "relu"]
-    assert report.main([str(path), "--markdown"]) == 0
-    text = capsys.readouterr().out
-    marked = [line.split("|")[1].strip() for line in text.splitlines() if " \\* |" in line]
-    assert marked == ["relu"]
+@pytest.mark.parametrize(
+    ("family", "factors", "rival"),
+    [
+        ("amp_step", {"fused": 0.94, "foreach": 9}, "fused"),
+        ("amp_step", {"fused": 0.96}, None),
+        ("conv_bn", {"eager": 2, "compile": 0.9}, "compile"),
+        ("memory", {"eager": 0.5, "store": 0.8}, "store"),
+        ("memory", {"eager": 0.5, "store": 0.95}, None),
+        ("apex", {"own": 0.9, "max_grad_norm": 0.6, "fused": 1.5}, "own"),
+        ("apex", {"own": 1, "max_grad_norm": 0.6, "fused": 0.9}, "fused"),
+        ("apex", {"own": 0.98, "max_grad_norm": 0.6, "fused": 1.5}, None),
+        ("host", {}, None),
+    ],
+)
+def test_rival_that_counts(
+    tmp_path: Path, family: str, factors: dict[str, float], rival: str | None
+) -> None:
+    (of_family,) = load([write(tmp_path / "rows.json", [row(family, factors)])])
+    assert report.loses_to(of_family) == rival
 
 
-# --- the batch norms of networks ---
-
-LARGE, SMALL = (32, 96, 56, 56), (8, 512, 7, 7)
-
-
-def norm_row(
-    op: str, layout: str, model: str, shape: tuple[int, ...], rivals: dict[str, float]
-) -> dict[str, Any]:
-    """From ms of the rivals."""
-    size = 4 * torch.Size(shape).numel()
-    samples = {"fusedtrain": STEADY, "copy": times(0.25), "copy_fresh": times(0.5)}
-    return make_row(
-        "batch_norm", "cpu", samples | {who: times(t) for who, t in rivals.items()}, op=op,
-        dtype="float32", numel=size // 4, moved=8 * size, copied=2 * size, shape=list(shape),
-        layout=layout, model=model, **{"pass": "forward+backward"},
-    ) | {"allocator": "kept"}  # fmt: skip
-
-
-STANDARD = norm_row("bn_silu", "channels_last", "", LARGE, {"eager": 2.0, "compile": 3.0})
-FIRST, LAST = (8, 64, 112, 112), SMALL
-
-
-def test_table_of_batch_norms(tmp_path: Path, capsys: Any) -> None:
-    slower = norm_row("bn_relu", "contiguous", "resnet50", FIRST, {"eager": 0.5})
-    other = norm_row("bn_add_relu", "contiguous", "resnet50", LAST, {"eager": 8.0})
-    path = write(tmp_path / "r.json", [STANDARD, slower, other])
-    assert report.main([str(path), "--fail-slower"]) == 1
-    text = capsys.readouterr().out
-    assert "float32, 32 x 96 x 56 x 56 (" in text
-    assert "float32, the batch norms of resnet50, batch 8 (" in text
-    assert "freed memory kept" in text
-    # 8 tensors of 38.5 MB in 1 ms; the new copy moved 2 in half of that.
-    assert cells(text, "│ bn_silu") == [
-        *("bn_silu channels_last", "forward+backward", "1 ms", "308.3", "200", "100"),
-        *("2.00x", "2.00-2.00", "3.00x", ""),
+def test_rows_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
+    infos = [
+        mish(op="relu", copy=3, copy_fresh=3),  # silu's copy is three times as fast
+        mish(op="silu", copy=1),
+        mish(2**10, ours=[1e3] + [3e3] * 8),
+        mish(2**23, "gelu", copy=8, copy_fresh=8),  # the only one of its size
     ]
-    assert text.index("bn_relu 64x112x112") < text.index("bn_add_relu 512x7x7")
-    assert "SLOWER" in text
-    assert "  bn_relu 64x112x112 contiguous forward+backward float32" in text
-
-
-def test_markdown_of_batch_norms(tmp_path: Path, capsys: Any) -> None:
-    layers = [
-        norm_row("bn_relu", "contiguous", "resnet50", FIRST, {"eager": 2.0}),
-        norm_row("bn_add_relu", "contiguous", "resnet50", LAST, {"eager": 8.0}),
-    ]
-    path = write(tmp_path / "r.json", [STANDARD, *layers])
-    assert report.main([str(path), "--markdown"]) == 0
-    table = [x for x in capsys.readouterr().out.splitlines() if x.startswith("|")]
-    assert table[2] == (
-        "| bn_silu channels_last | forward+backward | 1 ms | 308.3 (200 %) | 2.00x | 3.00x |"
-    )
-    assert table[5] == (
-        "| resnet50, batch 8 | float32 | contiguous | forward+backward | 2 | 4.00x | "
-        "2.00x (bn_relu 64x112x112) |"
-    )
-    assert len(table) == 6
-
-
-def test_chart_of_batch_norms(tmp_path: Path) -> None:
-    layer = norm_row("bn", "contiguous", "resnet50", SMALL, {"eager": 2.0})
-    for name, rows in (("bars", [STANDARD, layer]), ("layers", [layer])):
-        path = write(tmp_path / "r.json", rows)
-        assert report.main([str(path), "--svg", str(tmp_path / f"{name}.svg")]) == 0
-        chart = tmp_path / f"{name}-batch-norm.svg"
-        assert chart.read_text().startswith("<svg ")
-    assert not (tmp_path / "bars.svg").exists()
+    rows = load([write(tmp_path / "rows.json", infos)])
+    assert [row.op for row in rows if row.noisy] == ["relu", "mish"]
 
 
 def test_rows_of_another_day_keep_their_date(tmp_path: Path) -> None:
     """A run of a family has one date, also across midnight."""
     dates = ["2026-11-21T23:50:00+00:00", "2026-11-22T03:10:00+00:00", "2026-11-25T00:00:00+00:00"]
-    infos = [STANDARD | {"date": date} for date in dates]
-    rows = load([write(tmp_path / "r.json", [infos[1], infos[2], infos[0]])])
+    infos = [mish() | {"date": date} for date in (dates[1], dates[2], dates[0])]
+    rows = load([write(tmp_path / "r.json", infos)])
     assert [row.date for row in rows] == [dates[0], dates[2], dates[0]]
 
 
-def test_one_family_alone(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.json", [STANDARD])
-    assert report.main([str(path), "--family", "batch_norm"]) == 0
-    assert report.main([str(path), "--family", "activations"]) == 2
-    (row,) = load([path])
-    assert replace(row, ratio={}).strongest() is None
+# --- charts ---
+
+
+def test_bars_are_as_long_as_their_numbers() -> None:
+    bars = {
+        "eager torch": [charts.Bar(2, "2 ms"), charts.Bar(9, "9 ms")],
+        "fusedtrain": [charts.Bar(1, "1 ms", (0.5, 1.5)), None],
+    }
+    panel = charts.Panel("Steps", "Shorter is faster", [], ["a & b\nsmall", "<c>"], bars, line=1)
+    svg = charts.draw([panel])
+    assert svg == charts.draw([panel])
+    assert {"Steps", "a & b", "small", "<c>", "2 ms", "9 ms, bar cut"} <= {*words(svg)}
+
+
+# --- the docs ---
+
+
+def test_the_docs_show_the_stored_results() -> None:
+    parts = report.stored()
+    for path, text in report.texts(parts).items():
+        if path.read_text(encoding="utf-8") != text:
+            pytest.fail(f"{path.name}: {report.COMMAND} --docs", pytrace=False)
+    folder, drawn = report.ROOT / "docs" / "charts", charts.charts(parts)
+    files = {path.stem for path in folder.iterdir()} - {"rounding"}  # of examples/rounding.py
+    assert files == drawn.keys()
+    for name, panels in drawn.items():
+        of_file = " ".join(words((folder / f"{name}.svg").read_text(encoding="utf-8")))
+        for panel in panels:
+            names = [line for group in panel.groups for line in group.split("\n")]
+            texts = [bar.text for bars in panel.bars.values() for bar in bars if bar]
+            missing = [word for word in (panel.title, *names, *texts) if word not in of_file]
+            if missing:
+                pytest.fail(f"{name}.svg lacks {missing}: {report.COMMAND} --docs", pytrace=False)
+
+
+def test_every_family_has_a_page_with_all_of_its_rows() -> None:
+    parts, folder = report.stored(), report.ROOT / "docs" / "benchmarks"
+    pages = [path.read_text(encoding="utf-8") for path in folder.glob("*.md")]
+    assert sorted(place[1] for page in pages for place in report.ROWS.finditer(page)) == [*parts]
+    page = report.with_rows(next(page for page in pages if "--family images`" in page))
+    assert page.count("\n| normalize_images, ") == len(parts["images"])
+    with pytest.raises(ValueError, match="no stored rows of nothing"):
+        report.with_rows(f"All rows: on the site, or `{report.COMMAND} x --family nothing`.")
+
+
+def test_what_is_generated_is_replaced() -> None:
+    text = f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n"
+    fresh = report.replace_generated(text, "new")
+    assert fresh == text.replace("old", "new")
+    with pytest.raises(ValueError, match="there are no lines"):
+        report.replace_generated("before\n", "new")
+
+
+def test_a_headline_is_one_row() -> None:
+    parts = report.stored() | {"memory": []}
+    with pytest.raises(ValueError, match="0 rows, not 1"):
+        report.headlines(parts)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--docs", "results.json"]])
+def test_results_or_docs(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        report.main(arguments)
+    assert "either --docs" in capsys.readouterr().err

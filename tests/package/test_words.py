@@ -10,7 +10,7 @@ import pytest
 from helpers import ROOT
 
 SENTENCE, CELL = 30, 25  # words, at most
-FOLDERS = (".", "docs", "docs/recipes", "docs/experiments", "benchmarks/pages")
+FOLDERS = (".", "docs", "docs/recipes", "docs/experiments", "docs/benchmarks")
 OTHERS = ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "api.md", "benchmarks.md")
 PAGES = [p for f in FOLDERS for p in sorted((ROOT / f).glob("*.md")) if p.name not in OTHERS]
 
