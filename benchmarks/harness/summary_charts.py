@@ -189,7 +189,7 @@ def _gains(
 
 
 def _largest_batches(rows: Sequence[Row]) -> Panel:
-    """By `memory="store"` and `"recompute"`, in the memory of eager's batch."""
+    """Both batches, of `memory="store"` and `"recompute"`, in the memory of eager's batch."""
     return Panel(
         "Images; more is better",
         [f"{_network(row)}\n{row.layout}, {row['pixels']} px" for row in rows],

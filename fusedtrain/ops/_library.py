@@ -100,7 +100,7 @@ def op(name: str) -> Callable[..., Any]:
 
 
 def public_in(module: dict[str, Any]) -> list[str]:
-    """Gives the public functions of a module its name, and lists their names. Pickles name a
+    """Names of the public functions of a module, which become functions of it. Pickles name a
     function by its module, in graphs of torch.fx and in forwards that convert wrote."""
     names = [
         name

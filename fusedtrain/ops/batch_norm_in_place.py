@@ -34,8 +34,8 @@ _backward = op("batch_norm_act_backward")
 
 
 def slope_of(activation: Pointwise, dtype: torch.dtype) -> float | None:
-    """By what an activation multiplies negative numbers; None where it cannot be inverted exactly,
-    which in float16 is also so for slopes that leave outputs too small to have all their digits."""
+    """Negative slope of an activation; None if it cannot be inverted exactly. In float16, small
+    slopes cannot: their outputs lose digits."""
     if activation.op == IDENTITY:
         return 1.0
     if POINTWISE[activation.op].name != "leaky_relu":

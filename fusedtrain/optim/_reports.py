@@ -106,13 +106,13 @@ class Reports(Options):
         ]
 
     def _squares(self) -> Tensor | None:
-        """By parameter, the sum of squares of its unscaled gradient at the last step; None if it
-        was not measured, or on several devices."""
+        """Sums of squares of unscaled gradients at the last step, one a parameter; None if they
+        were not measured, or on several devices."""
         sums = [plan.sums for plan in self._last if plan.sums is not None]
         return torch.cat(sums)[:, 1] if len({one.device for one in sums}) == 1 else None
 
     def _found_inf(self) -> dict[torch.device, Tensor]:
-        """By device, 1 if the last step was skipped; for GradScaler.update."""
+        """1 for each device if the last step was skipped, else 0; for GradScaler.update."""
         skipped = [plan.store.last_step.skipped for plan in self._last[:1]]
         return {flag.device: flag.clone() for flag in skipped}
 

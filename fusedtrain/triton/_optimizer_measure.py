@@ -27,7 +27,7 @@ def measured(
     grad, param, master, at, inside, factor,
     PARAMETERS: tl.constexpr, MASKED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """By element: 1 if the gradient is not finite, g^2, p^2."""
+    """Numbers of each element: 1 if the gradient is not finite, g^2, p^2."""
     g = read(grad, at, inside, MASKED, WIDE) * factor
     wide = g.to(tl.float64)
     weight = tl.zeros_like(wide)

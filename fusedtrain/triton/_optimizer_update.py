@@ -103,7 +103,7 @@ def tried(
     RULE: tl.constexpr, WIDE: tl.constexpr, S0: tl.constexpr, S1: tl.constexpr, S2: tl.constexpr,
     INDEX: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """By element: 1 if direction and gradient agree, u^2, u p."""
+    """Numbers of each element: 1 if direction and gradient agree, u^2, u p."""
     at = start + tl.arange(0, BLOCK)
     inside = at < n
     p = read_weights(param, master, at, inside, MASKED, WIDE)

@@ -6,13 +6,13 @@ Each line has a name and words that are in the programs. The mend of a defect ta
 from __future__ import annotations
 
 KNOWN: list[tuple[str, tuple[str, ...]]] = [
-    # By decision LAMB counts steps by parameter, timm's by group: see its docstring.
+    # LAMB counts steps by parameter, timm's by group: see its docstring.
     ("LAMB", ("fusedtrain.optim.LAMB(", "optimizer.zero_grad(")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give({")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give(range")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give_scaled({")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "other([")),
-    # By decision changes by way of `.data` are not noticed: docs/memory.md, "What to know".
+    # Changes by way of `.data` are not noticed: docs/memory.md, "What to know".
     ("a change by way of .data", ("memory='recompute'", ".data.mul_(")),
     ("a change by way of .data", ("plan_memory(", ".data.mul_(")),
 ]

@@ -417,7 +417,7 @@ def test_a_build_for_a_lesser_processor_says_so(
 
 def test_instruction_sets_of_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from _sanitized import setup_module
+    from _checkout import setup_module
 
     setup = setup_module()
     monkeypatch.delenv("FUSEDTRAIN_ISAS", raising=False)

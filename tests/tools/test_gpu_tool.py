@@ -93,7 +93,7 @@ class Project:
 def test_a_part_that_is_cut_goes_on_where_it_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """By SIGINT, after which pytest tells its summary, or where that is ignored by SIGKILL."""
+    """SIGINT lets pytest tell its summary; SIGKILL ends a process that ignores SIGINT."""
     project = Project(tmp_path, "abcd")
     project.does("c", kind)
     project.does("b", "fail")
