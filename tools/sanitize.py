@@ -175,10 +175,11 @@ def build_emulator() -> None:
 def run(asked: list[str], short: bool, examples: int, workers: int) -> list[str]:
     """All parts that are asked for; their faults."""
     machine: list[str] = setup_module().machine_isas()
-    isas = [isa for isa in machine[-1:] if short] or machine
-    isas = [isa for isa in isas if isa in asked] or isas
-    if unknown := {*asked} & {*ISAS} - {*isas}:
-        raise CannotRun(f"{', '.join(sorted(unknown))}: not here, or not with --short")
+    named = [isa for isa in ISAS if isa in asked]
+    isas = [isa for isa in (machine[-1:] if short else machine) if isa in (named or ISAS)]
+    if not isas:
+        raise CannotRun(f"{', '.join(named)}: not here, or not with --short: {machine[-1]}")
+    print("sanitize: not run:", *({*PARTS} - {*asked} | {*named} - {*isas} or ["nothing"]))
     every = 8 if short else 1  # nth case of each test
     copy_tree(TREE)
     planted, plain = [*PYTEST, located("test_sanitize"), "-k"], dict(os.environ)
