@@ -117,10 +117,10 @@ def ninja() -> str:
         import ninja as package
 
         return str(Path(package.BIN_DIR) / "ninja")
-    found = shutil.which("ninja")
-    if not found:
+    path = shutil.which("ninja")
+    if not path:
         raise CannotBuild("ninja is not installed where fusedtrain is built (pip install ninja)")
-    return found
+    return path
 
 
 def nvcc_places() -> Iterator[Path]:
@@ -128,8 +128,8 @@ def nvcc_places() -> Iterator[Path]:
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if home := os.environ.get(variable):
             yield Path(home) / "bin" / "nvcc"
-    if found := shutil.which("nvcc"):
-        yield Path(found)
+    if on_path := shutil.which("nvcc"):
+        yield Path(on_path)
     yield Path("/usr/local/cuda/bin/nvcc")
     versions = Path("/usr/local").glob("cuda-*/bin/nvcc")
     yield from sorted(versions, key=lambda p: _numbers(p.parts[-3]), reverse=True)
@@ -148,13 +148,13 @@ def nvcc() -> str:
     """The compiler; tools/gpu.py asks this function, too."""
     if os.environ.get("FUSEDTRAIN_CUDA") == "0":
         raise CannotBuild("built with FUSEDTRAIN_CUDA=0")
-    found = next((p for p in nvcc_places() if p.is_file() and os.access(p, os.X_OK)), None)
-    if found is None:
+    path = next((p for p in nvcc_places() if p.is_file() and os.access(p, os.X_OK)), None)
+    if path is None:
         raise CannotBuild(
             "nvcc was not found (set CUDA_HOME, put nvcc on PATH, or "
             "pip install nvidia-cuda-nvcc nvidia-cuda-cccl)"
         )
-    return str(found)
+    return str(path)
 
 
 def cuda_archs(compiler: str) -> tuple[list[str], list[str]]:

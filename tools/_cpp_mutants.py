@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from _mutant import Mutant, marked, mutant
@@ -75,50 +75,6 @@ def _is_pointless(code: str, above: str, match: re.Match[str], what: str) -> boo
     return what == "<= for <" and above == "#pragma unroll"
 
 
-@dataclass(frozen=True)
-class Site:
-    """A place in a file: `old` at `offset`. In the build of all mutants `text` goes behind `old`;
-    an empty one stands for brackets around `old` and one more."""
-
-    offset: int
-    old: str
-    text: str
-    new: str
-    what: str
-    pointless: bool = False
-
-
-def sites(text: str, sorts: Sorts = SORTS) -> Iterator[Site]:
-    start, constant, above, end = 0, False, "", ""
-    for line in text.splitlines(keepends=True):
-        code = line.split("//")[0]
-        constant = constant or _CONSTANT.search(code) is not None
-        if function := _CONSTANT_FUNCTION.match(code):
-            end = f"{function[1]}}}"  # the line that ends it
-        if not constant:
-            for pattern, new, insertion, what in sorts:
-                for match in re.finditer(pattern, code.rstrip()):
-                    before, after = code[: match.start()], code[match.end() :]
-                    in_template = re.search(r"\w<[^<>;()]*$", before) and re.match(
-                        r"[^<>;()]*>", after
-                    )
-                    shuffles = what != "lane of a shuffle" or "__shfl" in code
-                    if in_template or not shuffles:
-                        continue
-                    at, pointless = start + match.start(), _is_pointless(code, above, match, what)
-                    yield Site(at, match[0], insertion, new.format(match[0]), what, pointless)
-        # A definition may go on in the next lines.
-        if end and code.rstrip() == end:
-            constant, end = False, ""
-        elif (
-            constant
-            and not end
-            and re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip())
-        ):
-            constant = False
-        start, above = start + len(line), code.strip() or above
-
-
 def _functions(text: str) -> list[tuple[int, str]]:
     """Offsets from which functions begin, and their names."""
     text = re.sub(r"__launch_bounds__\([^)]*\)", lambda m: " " * len(m[0]), text)
@@ -127,14 +83,32 @@ def _functions(text: str) -> list[tuple[int, str]]:
     return [(at, name) for at, name in starts if name not in ("if", "for", "while", "switch")]
 
 
-def mutants_of(root: Path, file: str, sorts: Sorts = SORTS) -> list[tuple[Site, Mutant]]:
+def mutants_of(root: Path, file: str, sorts: Sorts = SORTS) -> list[Mutant]:
     """Mutants of a file by their places, those that are marked as equal among them."""
-    text = (root / file).read_text()
+    text, made = (root / file).read_text(), list[Mutant]()
     functions = _functions(text)
-
-    def of_site(site: Site) -> Mutant:
-        name = next((n for at, n in reversed(functions) if at <= site.offset), "")
-        return mutant(file, text, site.offset, site.old, site.new, site.what, name)
-
-    places = sorted(sites(text, sorts), key=lambda site: site.offset)
-    return list(zip(places, marked(text, map(of_site, places)), strict=True))
+    start, constant, above, end = 0, False, "", ""
+    for line in text.splitlines(keepends=True):
+        code = line.split("//")[0]
+        constant = constant or _CONSTANT.search(code) is not None
+        if function := _CONSTANT_FUNCTION.match(code):
+            end = f"{function[1]}}}"  # the line that ends it
+        for pattern, new, insertion, what in () if constant else sorts:
+            for match in re.finditer(pattern, code.rstrip()):
+                before, after = code[: match.start()], code[match.end() :]
+                in_template = re.search(r"\w<[^<>;()]*$", before) and re.match(r"[^<>;()]*>", after)
+                if in_template or (what == "lane of a shuffle" and "__shfl" not in code):
+                    continue
+                at = start + match.start()
+                name = next((n for begin, n in reversed(functions) if begin <= at), "")
+                m = mutant(file, text, at, match[0], new.format(match[0]), what, name)
+                pointless = _is_pointless(code, above, match, what)
+                made.append(replace(m, insertion=insertion, pointless=pointless))
+        # A definition may go on in the next lines.
+        ends = re.search(r"[;{}]\s*$|^\s*(#|template.*>\s*$)|\"", code.rstrip()) and not end
+        if end and code.rstrip() == end:
+            constant, end = False, ""
+        elif ends:
+            constant = False
+        start, above = start + len(line), code.strip() or above
+    return marked(text, made)

@@ -13,12 +13,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 from _collected import Collected
-from _cpp_mutants import Site, mutants_of
+from _cpp_mutants import mutants_of
 from _mutant import Judge, Mutant, named
 
 FOLDER = "csrc/cuda"
@@ -94,27 +93,25 @@ extern "C" bool ft_is(int mutant) { return mutant == ft_chosen; }
 """
 
 
-def _numbered(root: Path) -> Iterator[tuple[int, Site, Mutant]]:
+def _every(root: Path) -> list[Mutant]:
+    """Mutants by their numbers. Pointless ones are built, too: so the library stays the same."""
     files = sorted(p.relative_to(root).as_posix() for p in (root / FOLDER).glob("*.cu*"))
-    made = (pair for file in files for pair in mutants_of(root, file))
-    yield from ((number, site, mutant) for number, (site, mutant) in enumerate(made))
+    return [m for file in files for m in mutants_of(root, file)]
 
 
 def mutants(root: Path) -> list[Mutant]:
-    # Others are numbered and built: so the library stays the same, whatever is left out here.
-    return [made for _, site, made in _numbered(root) if not site.pointless]
+    return [m for m in _every(root) if not m.pointless]
 
 
-def with_switches(text: str, sites: list[tuple[int, Site]]) -> str:
+def with_switches(text: str, numbered: dict[int, Mutant]) -> str:
     """The source with all its mutants, by number."""
-    for number, site in sorted(sites, key=lambda item: -item[1].offset):
-        end = site.offset + len(site.old)
-        insertion = site.text.replace("#", str(number))
-        if site.what == "barrier deleted":
-            text = text[: site.offset] + insertion + text[site.offset :]
+    for number, m in sorted(numbered.items(), key=lambda item: -item[1].offset):
+        start, end = m.offset, m.offset + len(m.old)
+        insertion = m.insertion.replace("#", str(number))
+        if m.what == "barrier deleted":
+            text = text[:start] + insertion + text[start:]
         elif not insertion:
-            both = f"({site.old} + ft_more({number}))"
-            text = text[: site.offset] + both + text[end:]
+            text = f"{text[:start]}({m.old} + ft_more({number})){text[end:]}"
         else:
             text = text[:end] + insertion + text[end:]
     return _SWITCHES + text
@@ -135,10 +132,10 @@ def tests_of(file: str) -> tuple[str, ...]:
     return tuple(named(next(rows for begin, rows in TESTS.items() if stem.startswith(begin))))
 
 
-def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> None:
+def _build(tree: Path, numbered: dict[str, dict[int, Mutant]]) -> None:
     """Builds the library, or takes the one that was built of the same sources."""
-    sources = {file: (tree / file).read_text() for file in sites}
-    switched = {file: with_switches(text, sites[file]) for file, text in sources.items()}
+    sources = {file: (tree / file).read_text() for file in numbered}
+    switched = {file: with_switches(text, numbered[file]) for file, text in sources.items()}
     others = [*(tree / "csrc").rglob("*.h*"), *(tree / "csrc/bindings").glob("*.cpp")]
     others += (f for f in (tree / "tests/cuda_emulator").rglob("*.*") if f.suffix != ".pyc")
     texts = [*switched.values(), _CHOICE, *(f.read_text() for f in sorted(others))]
@@ -169,12 +166,11 @@ def _build(tree: Path, sites: dict[str, list[tuple[int, Site]]]) -> None:
 
 def prepare(tree: Path, mutants: list[Mutant], seconds: float, ends: ExitStack) -> Judge:
     files = {m.file for m in mutants}
-    sites: dict[str, list[tuple[int, Site]]] = {}
-    numbers = {}
-    for number, site, made in _numbered(tree):
-        sites.setdefault(made.file, []).append((number, site))
-        numbers[made] = number
-    _build(tree, sites)
+    numbered: dict[str, dict[int, Mutant]] = {}
+    for number, m in enumerate(_every(tree)):
+        numbered.setdefault(m.file, {})[number] = m
+    numbers = {m: number for of_file in numbered.values() for number, m in of_file.items()}
+    _build(tree, numbered)
     folder = tree / "tests/cuda_emulator"
     # The sources are newer now, and are going to change. One order of threads is enough: where the
     # order matters the emulator notices a race.

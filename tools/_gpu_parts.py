@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _sanitized import setup_module
+from _checkout import setup_module
 from _test_files import all_located, located
 from benchmarks.experiments import NAMES
 from benchmarks.harness.store import FAMILIES

@@ -127,7 +127,7 @@ def _busiest(flow: Flow, start: int, ends: set[int], inside: Iterable[int]) -> R
         ends: pieces that may be the last one.
         inside: all pieces of the ways, in an order in which jumps go forward.
     """
-    # By piece and whether the way has passed: bytes, less is more, and instructions.
+    # Bytes (less is more) and instructions of a piece, and of whether the way has passed.
     best: dict[tuple[int, bool], tuple[float, float]] = {}
     result: tuple[float, float] | None = None
     allowed = set(inside)

@@ -5,10 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Protocol
 
 from _test_files import located
 
@@ -31,7 +28,9 @@ class Mutant:
     function: str  # or kernel
     before: str  # the lines that change, in one, without indentation
     after: str
-    equal: bool = False
+    insertion: str = ""  # goes behind `old` in the build of all mutants of CUDA
+    pointless: bool = False  # no test could notice it
+    equal: bool = False  # marked so
 
     @property
     def name(self) -> str:
@@ -106,25 +105,3 @@ def named(rows: str) -> list[str]:
 # The test that noticed a mutant, which has been written to the tree; "" for none.
 Judge = Callable[[Mutant], str]
 NO_MUTANT = "does not compile"
-
-
-class Kind(Protocol):
-    """A module that makes mutants of one language, and judges them."""
-
-    CHOSEN: list[str]  # options of pytest that select its tests
-
-    def mutants(self, root: Path) -> list[Mutant]:
-        """All of them, in a fixed order."""
-        ...
-
-    def prepare(self, tree: Path, mutants: list[Mutant], seconds: float, ends: ExitStack) -> Judge:
-        """Builds the copy and runs the tests of the mutants on it without a mutant. May modify what
-        is built in the tree, but no source.
-
-        Args:
-            ends: ends what the judge needs.
-
-        Raises:
-            RuntimeError: the copy does not build, or a test fails without a mutant.
-        """
-        ...

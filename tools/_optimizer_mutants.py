@@ -52,8 +52,8 @@ CHOSEN = ["-k", "not instruction_set and not triton and not emulated", "--cases=
 def mutants(root: Path) -> list[Mutant]:
     files = (f"fusedtrain/{file}" for file in PYTHON)
     made = [m for file in files for m in python_mutants(root, file, lambda _: True, calls=True)]
-    in_cpp = (pair for file in CPP for pair in cpp_mutants(root, file, OTHER_SORTS))
-    return made + [m for site, m in in_cpp if not site.pointless]
+    made += [m for file in CPP for m in cpp_mutants(root, file, OTHER_SORTS)]
+    return [m for m in made if not m.pointless]
 
 
 def _build(tree: Path) -> None:

@@ -16,39 +16,19 @@ NAME = re.compile(
 )
 # Before a name is added: is it in the headers of torch 2.10? tests/tools/test_laws.py has a look,
 # in the headers at hand, and `make oldest-torch` in those of 2.10.
-OLDEST = frozenset(
-    [
-        "STABLE_TORCH_LIBRARY_IMPL",
-        "STD_TORCH_CHECK",
-        "TORCH_BOX",
-        "TORCH_ERROR_CODE_CHECK",
-        "aoti_torch_empty_strided",
-        "aoti_torch_get_current_cuda_stream",
-        "aoti_torch_get_device_type",
-        "torch::headeronly::IntHeaderOnlyArrayRef",
-        "torch::headeronly::MemoryFormat",
-        "torch::headeronly::ScalarType",
-        "torch::headeronly::ScalarType::BFloat16",
-        "torch::headeronly::ScalarType::Byte",
-        "torch::headeronly::ScalarType::Double",
-        "torch::headeronly::ScalarType::Float",
-        "torch::headeronly::ScalarType::Half",
-        "torch::headeronly::ScalarType::Long",
-        "torch::stable::Tensor",
-        "torch::stable::accelerator::DeviceGuard",
-        "torch::stable::clone",
-        "torch::stable::contiguous",
-        "torch::stable::copy_",
-        "torch::stable::detail::from",
-        "torch::stable::detail::to",
-        "torch::stable::empty_like",
-        "torch::stable::parallel_for",
-        "torch::stable::to",
-        "torch::stable::transpose",
-        "torch::stable::view",
-        "torch::stable::zero_",
-    ]
-)
+OLDEST = {
+    "STABLE_TORCH_LIBRARY_IMPL", "STD_TORCH_CHECK", "TORCH_BOX", "TORCH_ERROR_CODE_CHECK",
+    "aoti_torch_empty_strided", "aoti_torch_get_current_cuda_stream", "aoti_torch_get_device_type",
+    "torch::headeronly::IntHeaderOnlyArrayRef", "torch::headeronly::MemoryFormat",
+    "torch::headeronly::ScalarType", "torch::headeronly::ScalarType::BFloat16",
+    "torch::headeronly::ScalarType::Byte", "torch::headeronly::ScalarType::Double",
+    "torch::headeronly::ScalarType::Float", "torch::headeronly::ScalarType::Half",
+    "torch::headeronly::ScalarType::Long", "torch::stable::Tensor",
+    "torch::stable::accelerator::DeviceGuard", "torch::stable::clone", "torch::stable::contiguous",
+    "torch::stable::copy_", "torch::stable::detail::from", "torch::stable::detail::to",
+    "torch::stable::empty_like", "torch::stable::parallel_for", "torch::stable::to",
+    "torch::stable::transpose", "torch::stable::view", "torch::stable::zero_",
+}  # fmt: skip
 
 
 def newer_names(files: Iterable[Path]) -> list[tuple[Path, int, str]]:

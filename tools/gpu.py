@@ -32,9 +32,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent))
 
 import _gpu_numbers
 import occupancy
+from _checkout import setup_module
 from _gpu_parts import FOUND, PART, STATE_RESULTS, Part, find, parts
 from _gpu_plugin import SETTINGS, Journal, Progress
-from _sanitized import setup_module
 
 ROOT = occupancy.ROOT
 GRACE = 8.0  # seconds from SIGINT to SIGKILL

@@ -22,15 +22,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from _mutant import NO_MUTANT, Judge, Mutant
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[0] = str(ROOT / "tools")
-from _mutant import NO_MUTANT, Judge, Kind, Mutant  # noqa: E402
 
 KINDS = ("optimizer", "triton", "cuda")
-
-
-def kind_of(name: str) -> Any:
-    return importlib.import_module(f"_{name}_mutants")
 
 
 def sampled(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
@@ -80,7 +76,9 @@ def rates(tried: list[Mutant], survivors: list[Mutant]) -> str:
 
 def run(name: str, arguments: argparse.Namespace) -> list[str]:
     """Errors, surviving mutants among them."""
-    kind: Kind = kind_of(name)
+    # It has `mutants(root)`, `CHOSEN`, options of pytest, and `prepare()`, which builds the copy,
+    # runs the tests without a mutant, and returns the judge; RuntimeError: one fails.
+    kind: Any = importlib.import_module(f"_{name}_mutants")
     if arguments.cases:
         kind.CHOSEN.append(f"--cases={arguments.cases}")
     everything = kind.mutants(ROOT)

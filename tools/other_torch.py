@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from _sanitized import copy_tree
+from _checkout import copy_tree
 from _test_files import all_located
 
 ROOT = Path(__file__).resolve().parent.parent

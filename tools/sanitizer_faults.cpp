@@ -16,7 +16,7 @@ struct alignas(16) Four {
 float table[4] = {1, 2, 3, 4};
 float behind_the_table[4] = {1, 2, 3, 4};
 
-// What a kernel does: the end of a loop is one too far.
+// The end of a loop is one too far, as in a kernel.
 double sum(const float* x, int64_t n) {
   double total = 0;
   for (int64_t i = 0; i < n; ++i) total += x[i];

@@ -20,7 +20,7 @@ struct Cut {
 
   bool by_channel() const { return inner == 1 && channels > 1; }
   bool empty() const { return rows == 0 || channels == 0 || inner == 0; }
-  // By channel: few tasks, since each has a slot for every channel.
+  // Few tasks of channels, since each has a slot for every channel.
   int64_t rows_a_task() const {
     const int64_t least = channels >= kTask ? 1 : kTask / channels;
     const int64_t spread = (rows + 31) / 32;

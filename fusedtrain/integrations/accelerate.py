@@ -37,7 +37,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):
 
 
 def use_fused_scaler(accelerator: Any, scaler: torch.amp.GradScaler | None = None) -> None:
-    """Gives an Accelerator fusedtrain's GradScaler, and makes `step_was_skipped` right.
+    """Puts fusedtrain's GradScaler into an Accelerator, and makes `step_was_skipped` right.
 
     Call it before ``accelerator.prepare``; of a Trainer of transformers, with
     ``trainer.accelerator`` before ``trainer.train()``. Optimizers of `fusedtrain.optim` that are

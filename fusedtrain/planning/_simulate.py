@@ -55,7 +55,7 @@ class Simulator:
         self._rest = [total - kept for total, kept in zip(totals, stored)]
 
     def _uses(self, chosen: list[bool]) -> tuple[list[int], list[int]]:
-        """By step: how many uses its recipe has, and the last node that holds the recipe."""
+        """Uses of each step's recipe, and the last node that holds the recipe."""
         uses, ends = [0] * len(chosen), [-1] * len(chosen)
         for number in range(len(chosen) - 1, -1, -1):
             if not chosen[number]:
@@ -77,7 +77,7 @@ class Simulator:
     def _spans(
         self, chosen: list[bool], uses: list[int], ends: list[int]
     ) -> tuple[list[int], list[int]]:
-        """By storage, the moments from and to which it is held."""
+        """First and last moment of each storage."""
         start, end = self._held[0][:], self._held[1][:]
 
         def hold(storage: int, since: int, until: int) -> None:

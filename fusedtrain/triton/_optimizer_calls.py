@@ -106,7 +106,7 @@ class DeviceCall:
             self.first_units = tables.first_units
         rates = [self._rate(int(n)) for n in numbers[WIDTH + _LR_INDEX :: WIDTH]]
         self.options, self.rates, one, zero = self._numbers(kept, table, array("q", sum(rates, ())))
-        # By default a scale of 1, and no infinity.
+        # The defaults: a scale of 1, and no infinity.
         self.scale_or_one = one if scale is None else scale
         self.found_or_none = zero if found_inf is None else found_inf
 

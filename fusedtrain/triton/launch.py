@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-# By torch's dtype of a tensor: Triton's dtype, and the dtype of the math.
+# Triton's dtype of a tensor of torch's, and the dtype of the math.
 STORED = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,

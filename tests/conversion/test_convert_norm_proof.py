@@ -202,7 +202,7 @@ def test_a_model_that_amplifies_rounding_is_proven_in_float64(
 
 @pytest.mark.parametrize("always", [False, True], ids=["a flip", "a mistake"])
 def test_gradients_alone_differ_a_little(monkeypatch: pytest.MonkeyPatch, always: bool) -> None:
-    """By 3 % in float32: a ReLU flipped if one example alone shows that; else a kernel is wrong."""
+    """3 % in float32: a ReLU flipped if one example alone shows that; else a kernel is wrong."""
     right, seen = _autograd._backward, list[Tensor]()
 
     def wrong(grad: Tensor, input: Tensor, *rest: Any) -> Any:

@@ -38,7 +38,7 @@ float emulated_reciprocal(float x) {
   const float r = 1.0f / x;
   return fabsf(r) < 0x1p-126f ? copysignf(0.0f, r) : inexact(r);
 }
-// Those that kernels ask for by name are exact.
+// Operations that kernels ask for by name are exact.
 float emulated_quotient(float a, float b) { return a / b; }
 float emulated_root(float x) { return sqrtf(x); }
 

@@ -416,7 +416,7 @@ FT_EXPORT int64_t emulator_moved(const void* data, int which) {
 }
 FT_EXPORT void emulator_order(int order) { machine().order = emulator::Order(order); }
 
-// What -fsanitize=thread calls.
+// Functions that -fsanitize=thread calls.
 #define FT_ACCESS(bytes)                                                                          \
   extern "C" void __tsan_read##bytes(void* p) { emulator::memory_access(p, bytes, false, true); } \
   extern "C" void __tsan_write##bytes(void* p) { emulator::memory_access(p, bytes, true, true); } \

@@ -81,7 +81,7 @@ std::string race(const char* what, const char* kind, const Moment& then, const M
       now.thread - 1, now.block, what, kind, then.thread - 1, then.block);
 }
 
-// What is wrong with an access. A cell is looked at for each byte of each access: no text is made
+// Fault of an access. A cell is looked at for each byte of each access: no text is made
 // before it is needed.
 enum class Wrong { kNothing, kUnwritten, kWriter, kReader };
 
@@ -157,7 +157,7 @@ void Memory::add(const void* data, size_t bytes, bool writable) {
     same->second.writable |= writable;
     return;
   }
-  // What lay there has been freed.
+  // Buffers that lay there have been freed.
   for (auto it = buffers_.begin(); it != buffers_.end();)
     it = it->first < begin + bytes && begin < it->first + it->second.bytes ? buffers_.erase(it)
                                                                            : std::next(it);

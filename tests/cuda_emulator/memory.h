@@ -1,4 +1,4 @@
-// Which memory a kernel may touch, and who touched it last.
+// Memory that a kernel may touch, and who touched it last.
 #pragma once
 
 #include <stdint.h>
@@ -44,7 +44,7 @@ class Shadow {
     cells_.assign(bytes, Cell());
     for (Cell& c : cells_) c.written = written;
   }
-  // What is wrong with an access at this offset, or nothing.
+  // Fault of an access at this offset, or nothing.
   std::string check(size_t offset, const Access& access, const Moment& now, uint32_t epoch,
                     const char* kind);
 
@@ -71,7 +71,7 @@ class Memory {
   void new_launch() { ++launch_; }
   void new_block(size_t dynamic_bytes);
   unsigned char* dynamic_shared() { return dynamic_; }
-  // What is wrong with an access of a kernel, or nothing.
+  // Fault of an access of a kernel, or nothing.
   std::string check(const Access& access, const Moment& now);
   // Buffer::moved of all buffers of that size at least, added up.
   void traffic(size_t least, int64_t (&moved)[4]) const;

@@ -12,7 +12,7 @@ KNOWN: list[tuple[str, tuple[str, ...]]] = [
     ("LAMB", ("fusedtrain.optim.LAMB(", "give(range")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give_scaled({")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "other([")),
-    # By decision changes by way of `.data` are not noticed: docs/recompute.md, "What to know".
+    # Changes by way of `.data` are not noticed: docs/recompute.md, "What to know".
     ("a change by way of .data", ("memory='recompute'", ".data.mul_(")),
     ("a change by way of .data", ("plan_memory(", ".data.mul_(")),
 ]

@@ -38,7 +38,7 @@ def _setup(pick: Pick, made: str) -> tuple[str, ...]:
     return (*imports, "import fusedtrain", "from torch.func import functional_call", "", life)
 
 
-# By the class, in small letters.
+# Activations by their class, in small letters.
 FUNCTIONS = {name.replace("_", ""): name for name in ACTIVATIONS}
 
 

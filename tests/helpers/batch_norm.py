@@ -211,7 +211,7 @@ class Case:
         return z if t["residual"] is None else z + t["residual"]
 
     def _uncertainty(self, s: Tensor) -> Tensor:
-        """By how much the argument of the activation may be off."""
+        """Largest error of the argument of the activation."""
         eps = torch.finfo(wide_dtype(self.dtype)).eps
         size = s.abs() + 1
         if self.residual is not None:

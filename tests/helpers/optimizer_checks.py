@@ -145,7 +145,7 @@ class Checked:
                 self.unchanged(p, before[id(p)], not skip)
 
     def next_scale(self, skip: bool) -> float:
-        """By the rules of torch's GradScaler, with hysteresis and a bound."""
+        """Follows the rules of torch's GradScaler, with hysteresis and a bound."""
         attributes, options = self.__dict__, self.run.scaler
         assert self.scaler is not None
         assert options is not None

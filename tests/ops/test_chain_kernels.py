@@ -358,7 +358,7 @@ def test_every_bias(ops: Kernels, kind: str) -> None:
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["leaky_relu", "silu"])
 def test_gradients_of_clamped_outputs(ops: Kernels, name: str, p: float) -> None:
-    """By what is saved: the output, or the input."""
+    """Cases that save the output, or the input."""
     for dtype in (F32, F64):
         check_bias(ops, name, torch.randn(3, 6, 5, 4).to(ops.device, dtype), 1, (2.0, 0.5, p))
 

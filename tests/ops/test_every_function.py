@@ -31,7 +31,7 @@ def detached(case: Case, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", CASES)
 def test_first_and_second_derivatives(name: str, last: bool) -> None:
-    """By finite differences; the first ones of each element. A gradient with a graph is made by
+    """Finite differences, the first ones of each element. A gradient with a graph is made by
     another formula, which is no other."""
     function, leaves = CASES[name][0], tensors(CASES[name], last=last)
     total = function(*leaves).square().sum()

@@ -193,7 +193,7 @@ def test_nothing_is_measured(kernels: Any, trial: int) -> None:
 
 @pytest.mark.parametrize(("rule", "root"), [("rmsprop", 1e-2), ("rmsprop_tf", 1e-1)])
 def test_variance_below_zero(ops: Any, rule: str, root: float) -> None:
-    """By rounding, for instance: it counts as 0."""
+    """Rounding can make one: it counts as 0."""
     group = busy(rule, centered=1, cautious=0, weight_decay=0.0)
     case = Case(rule, [Spec((40,))], [group])
     case.states[0].fill_(1.0)
@@ -240,7 +240,7 @@ def test_parts_of_a_step(kernels: Any, rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["sgd", "adam"])
 def test_gradients_are_measured_without_states(ops: Any, rule: str) -> None:
-    """By the same call without states, masters and averages: the same counts and sums."""
+    """The same call without states, masters and averages has the same counts and sums."""
     case = case_of(rule, measures=3, max_norm=1.0, scale=4.0)
     case.grads[0][0, 0] = math.inf
     sums = ops.measure_gradients(*case.arguments())

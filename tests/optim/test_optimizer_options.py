@@ -260,7 +260,7 @@ def test_stochastic_rounding_is_repeatable(name: str) -> None:
         results.append(p[0].detach())
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
-    # By at most one ulp either way.
+    # At most one ulp either way.
     assert ((results[0].float() - results[2].float()).abs() <= 2.0**-6 * 4).all()
 
 

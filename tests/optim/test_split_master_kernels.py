@@ -116,7 +116,7 @@ def pairs_of(rule: str, dtype: torch.dtype, correction: torch.dtype, **step: Any
 
 
 def equal_halves(case: Case) -> None:
-    """Gives the second half the gradients of the first."""
+    """Copies the gradients of the first half to the second."""
     n = len(SHAPES)
     for i in range(n):
         case.grads[n + i].copy_(case.grads[i])

@@ -192,7 +192,7 @@ def test_the_option_may_change_between_steps() -> None:
 
 @KINDS
 def test_what_others_write_is_the_weight(kind: str) -> None:
-    """By load_state_dict of the model, pruning: the corrections were not made for these values."""
+    """load_state_dict of the model, pruning: the corrections were not made for these values."""
     p = nn.Parameter(torch.randn(50, generator=torch.Generator().manual_seed(0)).bfloat16())
     q = nn.Parameter(p.detach().clone())
     optimizer = fusedtrain.optim.SGD([p, q], lr=0.1, master_weights=kind)

@@ -121,7 +121,7 @@ def trained(model: nn.Module, example: Any) -> dict[str, Tensor]:
 def assert_close(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    """By the norms of tensors; one whose norm is below 1e-3 may differ by `tolerance` of 1e-3."""
+    """Compares the norms of tensors; a norm below 1e-3 counts as 1e-3."""
     assert list(actual) == list(expected)
     for name, value in expected.items():
         assert actual[name].dtype is value.dtype, name

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +13,9 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import _gpu_numbers
 import gpu
-import occupancy
 from _gpu_parts import FOUND, Part, pytest_command
-from _gpu_plugin import Journal, kind_of
+from _gpu_plugin import Journal
 from gpu import LEAST, Call, Machine, run_part
 
 pytestmark = [
@@ -93,7 +89,7 @@ class Project:
 def test_a_part_that_is_cut_goes_on_where_it_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """By SIGINT, after which pytest tells its summary, or where that is ignored by SIGKILL."""
+    """SIGINT lets pytest tell its summary; SIGKILL ends a process that ignores SIGINT."""
     project = Project(tmp_path, "abcd")
     project.does("c", kind)
     project.does("b", "fail")
@@ -181,62 +177,6 @@ def test_a_command_that_fails_by_itself(tmp_path: Path) -> None:
     assert project.run(alarmed) == {"a": "passed", f"part: exit {FOUND}": "failed"}
 
 
-def test_a_command_ends_with_the_tool_whatever_kills_that(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
-    code = f"""
-from pathlib import Path
-from gpu import Call, Journal
-c = Call(Journal(), Path("."))
-c.run(["sh", "-c", "sleep 100 & echo $! > {pid}.child"], 1e9, {{}})
-c.run(["sh", "-c", "echo $$ > {pid}; sleep 100"], 1e9, {{}})
-"""
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT / "tools") as tool:
-        while not pid.exists() or not pid.read_text():
-            time.sleep(0.05)
-        wait_for_end(Path(f"{pid}.child").read_text())  # what the first command left behind
-        tool.kill()
-    wait_for_end(pid.read_text())
-
-
-def wait_for_end(pid: str) -> None:
-    """Returns once the process has ended (a zombie has), or never."""
-    status = Path(f"/proc/{int(pid)}/stat")
-    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
-        time.sleep(0.05)
-
-
-def test_the_measured_column_stands_beside_the_prediction(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Predictions are computed before, and for one library."""
-    (tmp_path / "lib.so").write_text("code")
-    monkeypatch.setattr(occupancy, "LIBRARY", tmp_path / "lib.so")
-    monkeypatch.setattr(occupancy, "ROOT", tmp_path)
-    of_h200 = {("pool", "", "forward", "float16"): 600.0}
-    monkeypatch.setattr(occupancy, "predictions", lambda gpu, _: of_h200 if gpu == "H200" else {})
-    infos = [
-        {"op": op, "pass": "forward", "dtype": "float16", "shape": [7, 2], "percent_of_copy": 80.0,
-         "gb_per_s": {"fusedtrain": speed}, "first": first}
-        for op, speed, first in (("a", 580.0, True), ("b", 50.0, True), ("c", 1.0, False))
-    ]  # fmt: skip
-    entries = [{"fullname": "benchmarks/bench_pool.py::t", "extra_info": i} for i in (*infos, {})]
-    (tmp_path / "r.json").write_text(json.dumps({"benchmarks": entries}))
-
-    def lines() -> list[str]:
-        rows = _gpu_numbers.first_rows(tmp_path / "r.json", "NVIDIA H200")
-        return _gpu_numbers.table(rows).splitlines()[2:]
-
-    assert [line.split()[-2:] for line in lines()] == [["-", "-"]] * 2
-    assert occupancy.keep_predictions() == 0
-    worst, best, question = lines()
-    assert worst.split() == ["pool", "b", "forward", "float16", "7x2", "50.0", "80", "600", "8%"]
-    assert best.endswith("97%")
-    assert "EXPLAIN: pool b forward float16 7x2: 50 GB/s measured, 600 predicted, -92%" in question
-    (tmp_path / "lib.so").write_text("other code")
-    assert len(lines()) == 2
-    assert _gpu_numbers.first_rows(tmp_path / "none", "") == []
-
-
 def test_files_that_will_do_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They may come from another machine: what counts are their sources."""
     package = tmp_path / "fusedtrain"
@@ -260,18 +200,3 @@ def test_files_that_will_do_are_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     assert builds("autograd") == ["build-autograd"]  # for one torch and one Python: that alone
     assert builds("cuda") == ["--inplace"]  # no image for this GPU
     assert builds("cpu", "cuda") == ["--inplace"]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("tests/ops/test_activation_kernels.py::test_numbers[cuda-mish-torch.float16]", "cuda"),
-        ("tests/ops/test_activation_kernels.py::test_numbers[triton-mish-torch.float16]", "triton"),
-        ("tests/ops/test_activation_kernels.py::test_numbers[emulated-mish-torch.float16]", ""),
-        ("tests/backends/gpu/test_gpu_amp.py::test_a_loss_on_the_cpu[SGD0]", "cuda"),
-        ("tests/backends/triton/test_triton_optimizers.py::test_kernels[1]", "triton"),
-        ("tests/tools/test_gpu_tool.py::test_junit", ""),
-    ],
-)
-def test_kinds(name: str, kind: str) -> None:
-    assert kind_of(name) == kind

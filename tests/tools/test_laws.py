@@ -1,95 +1,98 @@
-"""A violation of each law of tools/laws.py, which it notices."""
+"""A violation of each law of tools/laws.py, which it notices; laws that the tables obey."""
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from fusedtrain import functional
+from fusedtrain.reference import ACTIVATIONS, FAMILIES
 from helpers import ROOT
 
-HEADER = """
-#define FT_POINTWISE(X)     \\
-  X(a, A, 0, false, kInput) \\
-  X(b, B, 2, true, kOutput)
+sys.path.append(str(ROOT / "tools"))
+import _torch_names
+import laws
 
-#define FT_CHANNELWISE(X) \\
-  X(c, C, 1)
-
-"""
-A, B = 'Activation("a", f, g, "input")', 'Activation("b", f, g, "output", ("x", "y"), rounds=True)'
-C = 'Activation("c", f, g, "input", ("x",), tensors=True)'
-TWINS = "def a_forward(x)\ndef a_backward(x)\n"
-
-
-@pytest.fixture
-def laws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    import laws
-
-    monkeypatch.setattr(laws, "FOUND", [])
-    monkeypatch.setattr(laws, "ROOT", tmp_path)
-    return laws
-
-
-# Name: the file, its text, the law as a function of (laws, root, file), and what is noticed.
-PLANTED: dict[str, tuple[str, str, Any, list[str]]] = {
+# File, text, and the laws that it breaks, by line.
+PLANTED = {
     "torch": ("fusedtrain/a.py", "torch._C._get()\nx = torch.__version__\nnn.Module._name",
-              lambda laws, root, _: laws.forbid_private_names(root / "fusedtrain"),
               ["1: .*torch._C$", "3: .*nn.Module._name$"]),
     "private": ("fusedtrain/q/f.py", "from ..p import _x, c\nc._y\nfrom .e import _z\nc.__doc__",
-                lambda laws, root, _: laws.forbid_private_names(root / "fusedtrain"),
-                ["1: .*p._x$", "2: .*p.c._y$"]),
-    "newer": ("csrc/bindings/a.h", "STD_TORCH_CHECK(1);  // torch::sin\ntorch::cos(x)",
-              lambda laws, root, _: laws.forbid_newer_names(root), ["2: .*torch::cos"]),
-    "long": ("tests/b.py", "\n" * 451, lambda laws, root, _: laws.forbid_long_files(root), ["451"]),
+                ["1: .*_x$", "2: .*_y$"]),
     "vague": ("tools/a.py", "f(found=1)\ndef _told(): pass\nself.own = 1\nx.here",
-              lambda laws, root, _: laws.forbid_vague_names(root), ["2: .*_told", "3: .*own"]),
-    "families": ("a.py", "('fold', 'pool', 'x')\n['fold', 'b']",
-                 lambda laws, root, file: laws.forbid_lists_of_families([file], {"fold", "pool"}),
-                 ["1: families"]),
-    "Python": ("a.py", '"""What a is."""\n# The b.\n# Which c.\nx = 1  # Of d',
-               lambda laws, root, file: laws.forbid_openings([file]), ["1: ", "4: "]),
-    "C++": ("a.h", "// What a is.\nint x;  // Of x\nint y;  // y\n",
-            lambda laws, root, file: laws.forbid_openings([file]), ["1: ", "2: "]),
-    "patterns": ("a.py", "if x.y == 1:\nif z == 1: // x.y",
-                 lambda laws, root, file: laws.forbid(r"\.y", [file], "law"), ["1: law"]),
-    "order": ("a.py", f"{B}, {A}, {C}",
-              lambda laws, root, file: laws.forbid_two_tables(HEADER, file.read_text()), ["order"]),
-    "columns": ("a.py", f"{A}, {B.replace('True', 'False')}, {C}",
-                lambda laws, root, file: laws.forbid_two_tables(HEADER, file.read_text()),
-                ["no row .*'b'"] * 2),
-    "no function": ("a.py", "def b(): ...",
-                    lambda laws, _, file: laws.forbid_other_names({"a"}, [file.read_text()], TWINS),
-                    ["formulas have a", "functions have b"]),
-    "no twin": ("a.py", '__all__ = ["a"]\ndef a(): ...\ndef c(): ...',
-                lambda laws, _, file: laws.forbid_other_names({"a"}, [file.read_text()], TWINS[5:]),
-                ["a_forward is not"]),
+              ["2: .*_told", "3: .*own"]),
+    "families": ("a.py", "('fold', 'pool', 'x')\n['fold', 'b']", ["1: families"]),
+    "Python": ("a.py", '"""Gives a."""\n# The b.\n# Which c.\nx = 1  #' + ' Of d', ["1: ", "4: "]),
+    "C++": ("a.h", "// By a.\nint x;  // What x\nint y;  // y\n", ["1: ", "2: "]),
+    "later": ("fusedtrain/apex/a.py", "# By a.\nx = 1\n# What b.", ["3: "]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_violation_is_noticed(laws: Any, tmp_path: Path, name: str) -> None:
-    file, text, law, noticed = PLANTED[name]
-    for path in ("fusedtrain/p/__init__.py", "fusedtrain/p/c.py", "csrc/bindings/b.h", file):
+def test_a_violation_is_noticed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(laws, "ROOT", tmp_path)
+    monkeypatch.setattr(laws, "PACKAGE", tmp_path / "fusedtrain")
+    monkeypatch.setattr(laws, "BROKEN", [])
+    file, text, noticed = PLANTED[name]
+    for path in ("fusedtrain/p/__init__.py", "fusedtrain/p/c.py", file):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text if path == file else "")
-    law(laws, tmp_path, tmp_path / file)
-    assert len(laws.FOUND) == len(noticed), laws.FOUND
-    for line, expected in zip(sorted(laws.FOUND), noticed, strict=True):
+    laws.forbid_in(tmp_path / file, {"fold", "pool"})
+    assert len(laws.BROKEN) == len(noticed), laws.BROKEN
+    for line, expected in zip(sorted(laws.BROKEN), noticed, strict=True):
         assert re.search(expected, line), line
 
 
-def test_tables_of_this_tree(laws: Any) -> None:
-    """The table of names is of the torch at hand; `make oldest-torch` looks into the oldest."""
+@pytest.mark.parametrize(
+    "line",
+    ["x.is_cuda", 'x.device.type == "cuda"', 'x.device.type not in ("cpu",)',
+     '{"cuda": 1}[x.device.type]', '{"cuda": 1}.get(x.device.type)', "match x.device.type:"],
+)  # fmt: skip
+def test_a_second_switch_is_noticed(line: str) -> None:
+    assert re.search(laws.SWITCH, line)
+    assert not re.search(laws.SWITCH, "_MEASURED.get(x.device.type), PLATFORMS[x.device.type]")
+
+
+def test_a_budget_counts_what_lies_in_a_folder() -> None:
+    lines = {"a/b.py": 3, "a/c/d.h": 4, "ab/e.py": 5}
+    rows = list(laws.budget("# words\na 10 # more\na/c 3\n. 12\n", lines))
+    assert rows == [("a", 7, 10), ("a/c", 4, 3), (".", 12, 12)]
+
+
+def test_names_of_torch_are_in_its_headers() -> None:
+    """The table is of the torch at hand; `make oldest-torch` compiles with the oldest."""
     include = Path(torch.__file__).parent / "include/torch"
     folders = ("csrc/stable", "headeronly", "csrc/inductor/aoti_torch/c")
     headers = [path for folder in folders for path in (include / folder).rglob("*.h")]
     words = set(re.findall(r"\w+", "".join(path.read_text() for path in headers)))
-    assert {word for name in laws.OLDEST for word in name.split("::")} <= words
-    assert "batch_norm" in laws.families_of(ROOT / "fusedtrain/reference/__init__.py")
-    laws.forbid_two_tables(HEADER, f"{A}, {B}, {C}")
-    assert laws.FOUND == []
+    assert {word for name in _torch_names.OLDEST for word in name.split("::")} <= words
+    source = ROOT / "tests/cuda_emulator/memory.h"  # which takes nothing from torch
+    assert _torch_names.newer_names([source]) == []
+
+
+def rows_of(file: str, macro: str) -> list[list[str]]:
+    body = (ROOT / "csrc" / file).read_text().split(f"#define {macro}(X)")[1].split("\n\n")[0]
+    return [row.split(", ") for row in re.findall(r"X\(([^)]*)\)", body)]
+
+
+def test_one_table_and_one_name_of_each_activation() -> None:
+    """Ops take the number of a row: names, columns and order are those of the formulas."""
+    pointwise = rows_of("formulas.h", "FT_POINTWISE")
+    channelwise = rows_of("channelwise_formulas.h", "FT_CHANNELWISE")
+    table = []
+    for row in ACTIVATIONS.values():
+        columns = [str(row.rounds).lower(), f"k{row.saves.capitalize()}"]
+        table.append([row.name, str(len(row.parameters)), *([] if row.tensors else columns)])
+    assert table == [[name, *columns] for name, _, *columns in pointwise + channelwise]
+    twins = (ROOT / "fusedtrain/triton/formulas.py").read_text()
+    functions = {node.name for node in ast.parse(twins).body if isinstance(node, ast.FunctionDef)}
+    for name in ACTIVATIONS:
+        # functional.gelu reaches gelu_tanh by its argument, as torch's does.
+        assert name == "gelu_tanh" or hasattr(functional, name)
+        assert {f"{name}_forward", f"{name}_backward"} <= functions
+    assert "batch_norm" in FAMILIES

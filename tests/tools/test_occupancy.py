@@ -61,31 +61,41 @@ def test_bytes_in_flight(lines: tuple[str, ...], want: int) -> None:
     assert _sass.bytes_in_flight(code("S2R R0, SR_TID.X", *lines, *used, *END)) == want
 
 
-def test_loads_of_the_next_turn_count() -> None:
-    """A prefetch: the load at the end of a turn is used in the next one."""
-    turn = (LOAD_2, "FADD R4, R4, R5", STORE, "MOV R4, R8")
-    assert _sass.bytes_in_flight(code(LOAD_1, *turn, *END)) == 16
-    rotating = ("FADD R4, R4, R5", STORE, LOAD_1, "FADD R8, R8, R9", LOAD_2)
-    assert _sass.bytes_in_flight(code(LOAD_1, *rotating, *END)) == 32
+WEIGHTS = ("LDG.E.128 R16, desc[UR4][R2.64]", "LDG.E.128 R20, desc[UR4][R2.64]")
+HINTS = "   ?trans6 &req={2} ?WAIT4_END_GROUP"  # of Blackwell
 
 
-def test_hints_of_blackwell_are_no_operands() -> None:
-    hints = [
-        f"{line}   ?trans6 &req={2} ?WAIT4_END_GROUP" for line in (LOAD_1, "FADD R4, R4, R5", *END)
-    ]
-    assert _sass.bytes_in_flight(code("MOV R1, R1", *hints)) == 16
-
-
-def test_loads_before_the_loop_do_not_count() -> None:
-    weights = ("LDG.E.128 R16, desc[UR4][R2.64]", "LDG.E.128 R20, desc[UR4][R2.64]")
-    listing = code(*weights, LOAD_1, "FADD R4, R4, R16", "FADD R4, R4, R20", "@P0 BRA 0x20", "EXIT")
-    assert _sass.bytes_in_flight(listing) == 16
-    assert _sass.bytes_in_flight(code(*weights, "EXIT")) == 32  # there is no loop
-
-
-def test_a_jump_by_a_table_reaches_what_nothing_else_does() -> None:
-    lines = (LOAD_1, "BRX R10 -0x100", LOAD_2, "FADD R4, R4, R8", *END)
-    assert _sass.bytes_in_flight(code("MOV R1, R1", *lines)) == 32
+@pytest.mark.parametrize(
+    ("lines", "want"),
+    [
+        pytest.param(
+            (LOAD_1, LOAD_2, "FADD R4, R4, R5", STORE, "MOV R4, R8", *END), 16, id="used next turn"
+        ),
+        pytest.param(
+            (LOAD_1, "FADD R4, R4, R5", STORE, LOAD_1, "FADD R8, R8, R9", LOAD_2, *END),
+            32,
+            id="both used next turn",
+        ),
+        pytest.param(
+            [line + HINTS for line in ("MOV R1, R1", LOAD_1, "FADD R4, R4, R5", *END)],
+            16,
+            id="hints are no operands",
+        ),
+        pytest.param(
+            (*WEIGHTS, LOAD_1, "FADD R4, R4, R16", "FADD R4, R4, R20", "@P0 BRA 0x20", "EXIT"),
+            16,
+            id="before the loop",
+        ),
+        pytest.param((*WEIGHTS, "EXIT"), 32, id="no loop"),
+        pytest.param(
+            ("MOV R1, R1", LOAD_1, "BRX R10 -0x100", LOAD_2, "FADD R4, R4, R8", *END),
+            32,
+            id="a jump by a table",
+        ),
+    ],
+)
+def test_bytes_in_flight_of_a_whole_kernel(lines: tuple[str, ...], want: int) -> None:
+    assert _sass.bytes_in_flight(code(*lines)) == want
 
 
 ADD, OVER = "FADD R4, R4, R5", "@P1 BRA 0x{:x}"
@@ -121,11 +131,6 @@ def test_instructions_and_bytes(
 ) -> None:
     way = _issue.route(code("MOV R1, R1", *lines), **options)
     assert (way.instructions, way.bytes) == want
-
-
-def test_a_kernel_that_moves_nothing_has_no_bound() -> None:
-    with pytest.raises(LookupError, match="moves a byte"):
-        _issue.route(code("MOV R1, R1", "EXIT"))
 
 
 def test_too_many_instructions_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +175,6 @@ def test_littles_law() -> None:
     # 4 KB on each of 132 multiprocessors, once a microsecond: 0.54 of 4.8 TB/s.
     assert one.bandwidth(h200, 1e-6) == pytest.approx(4096 * 132 / 1e-6 / 4.8e12)
     assert one.bandwidth(h200, 1e-9) == 1.0
-
-
-def test_too_few_bytes_are_told() -> None:
-    few, enough = prediction(blocks=7), prediction(blocks=8)
-    assert occupancy.too_few([few, enough]) == [
-        "pool.cu: k<x>: 28 KB in flight on an sm_90 multiprocessor, 32 are needed"
-    ]
 
 
 def test_the_kinds_of_amp_steps_are_predicted(

@@ -1,9 +1,9 @@
-"""`make sanitize` sees planted faults: in a function, and in the process of a test."""
+"""`make sanitize` sees planted faults: in a function, in an emulated kernel, in a test."""
 
 from __future__ import annotations
 
-import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,84 +13,118 @@ from helpers import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-import _planted
-import _sanitized
+import _checkout
 import sanitize
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The planted faults, compiled with the flags of `make sanitize`."""
-    if sys.platform != "linux" or not shutil.which("c++"):
-        pytest.skip("needs Linux and a C++ compiler")
-    try:
-        _sanitized.runtime()
-    except _sanitized.CannotRun as reason:
-        pytest.skip(str(reason))
-    return _sanitized.build_faults(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.mark.parametrize("name", _planted.FAULTS)
-def test_a_planted_fault_is_reported(library: Path, name: str) -> None:
-    assert _planted.judge_fault(library, name, _planted.FAULTS[name]) == []
-
-
-@pytest.mark.parametrize(("name", "expected"), [("nothing", "heap"), ("signed_overflow", "")])
-def test_a_fault_that_is_missed_is_told(library: Path, name: str, expected: str) -> None:
-    (line,) = _planted.judge_fault(library, name, expected)
-    assert name in line
-
-
-TESTS = """
+# Words that the report of a planted fault (tools/sanitizer_faults.cpp) must contain.
+FAULTS = {
+    "nothing": "",
+    "read_past_the_end": "heap-buffer-overflow",
+    "read_before_the_start": "heap-buffer-overflow",
+    "write_past_the_end": "heap-buffer-overflow",
+    "read_past_a_local_array": "stack-buffer-overflow",
+    "read_past_a_table": "global-buffer-overflow",
+    "index_past_an_array": "index 16 out of bounds",
+    "misaligned": "misaligned address",
+    "signed_overflow": "signed integer overflow",
+    "shift_by_too_much": "shift exponent 32 is too large",
+    "float_that_no_integer_holds": "outside the range of representable values",
+    "pointer_overflow": "overflowed to",
+}
+# The same of emulated kernels (tests/cuda_emulator/faults.cu).
+EMULATED_FAULTS = {
+    "block_sums": "",
+    "read_past_the_end": "heap-buffer-overflow",
+    "read_before_the_start": "heap-buffer-overflow",
+    "write_past_the_end": "heap-buffer-overflow",
+    "atomic_past_the_end": "heap-buffer-overflow",
+    "atomics": "",
+    "misaligned_vector": "misaligned address",
+    "dynamic_shared too small": "use-after-poison",
+    "shared_into_shared": "global-buffer-overflow",
+    "local_array": "stack-buffer-overflow",
+}
+CALL = """
 import ctypes
-import pytest
-
-def call(name):
-    c, p = ctypes.CDLL(None), ctypes.c_void_p()
-    c.posix_memalign(ctypes.byref(p), 16, 64)
-    c.memset(p, 0, 64)
-    getattr(ctypes.CDLL({library!r}), name)(p, ctypes.c_int64(16))
-
-@pytest.mark.parametrize("name", {names!r})
-def test_case(name):
-    call(name)
+c, p = ctypes.CDLL(None), ctypes.c_void_p()
+c.posix_memalign(ctypes.byref(p), 16, 64)
+c.memset(p, 0, 64)
+getattr(ctypes.CDLL({library!r}), {name!r})(p, ctypes.c_int64(16))
+"""
+EMULATED = """
+import sys; sys.path[:0] = ["tests", "tests/backends/cuda"]
+import ctypes, cuda_emulator, torch
+from test_cuda_emulator import cases
+c = cuda_emulator.load().c
+tensors = torch.arange(64.0), torch.zeros(64)
+pointers = [ctypes.c_void_p(t.data_ptr()) for t in tensors]
+said = c.fault_run(cases(c)[{name!r}], *pointers)
+assert said == b"", said
 """
 
 
-@pytest.fixture
-def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(_sanitized, "TREE", tmp_path)
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The planted faults, compiled with the flags of the kernels and those of `make sanitize`."""
+    if sys.platform != "linux" or not shutil.which("c++"):
+        pytest.skip("needs Linux and a C++ compiler")
+    try:
+        sanitize.runtime()
+    except sanitize.CannotRun as reason:
+        pytest.skip(str(reason))
+    setup, path = _checkout.setup_module(), tmp_path_factory.mktemp("faults") / "faults.so"
+    command = f"{setup.cxx()} {setup.CXX_FLAGS} {sanitize.FLAGS} -shared -o {path}"
+    subprocess.run([*command.split(), ROOT / "tools/sanitizer_faults.cpp"], check=True)
+    return str(path)
+
+
+def report(code: str, env: dict[str, str], folder: Path) -> str:
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
+    reports = sanitize.reports(run.stderr)
+    assert (run.returncode != 0) == bool(reports), run.stderr
+    return "; ".join(reports)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_reported(library: str, name: str, tmp_path: Path) -> None:
+    code = CALL.format(library=library, name=name)
+    headlines = report(code, sanitize.environment("default"), tmp_path)
+    assert FAULTS[name] in headlines
+    assert bool(FAULTS[name]) == bool(headlines)
+
+
+@pytest.mark.parametrize("name", EMULATED_FAULTS)
+def test_a_fault_of_an_emulated_kernel_is_reported(name: str) -> None:
+    if not (sanitize.TREE / "build/emulator").exists():
+        pytest.skip("needs the build of `make sanitize`")
+    headlines = report(EMULATED.format(name=name), sanitize.environment(), sanitize.TREE)
+    assert EMULATED_FAULTS[name] in headlines
+    assert bool(EMULATED_FAULTS[name]) == bool(headlines)
+
+
+def test_a_fault_in_a_test_fails_it_alone(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sanitize, "TREE", tmp_path)
     monkeypatch.setattr(sanitize, "LOGS", tmp_path / "logs")
-    return tmp_path
 
+    def wrong(names: list[str], every: int = 1) -> list[str]:
+        body = CALL.format(library=library, name="{name}").replace("'{name}'", "name")
+        lines = [
+            "import pytest",
+            f"@pytest.mark.parametrize('name', {names})",
+            "def test_it(name):",
+        ]
+        lines += [f"    {line}" for line in body.splitlines()]
+        (tmp_path / "test_it.py").write_text("\n".join(lines) + "\n")
+        env = sanitize.environment("default")
+        return sanitize.pytest_faults("it", ["test_it.py"], "not other", env, 1, every)
 
-def run(tree: Path, library: Path, names: list[str], every: int = 1) -> _planted.Result:
-    text = TESTS.format(library=str(library), names=names)
-    (tree / "tests/test_it.py").write_text(text)
-    env = _sanitized.environment(more=_planted.PLUGINS)
-    return sanitize.run_tests("it", ["tests/test_it.py"], "not other", env, 1, every)
-
-
-def test_a_fault_in_a_test_fails_it_alone(library: Path, tree: Path) -> None:
-    result = run(tree, library, ["nothing", "read_past_the_end", "signed_overflow", "nothing"])
-    assert re.search("2 failed, 2 passed", result.ran)
-    for expected in ("heap-buffer-overflow", "signed integer overflow", "test_case[read_past_the"):
-        assert any(expected in line for line in result.wrong), result.wrong
-    chosen = run(tree, library, ["nothing", "signed_overflow", "read_past_the_end"] * 2, every=3)
-    assert (chosen.wrong, chosen.ran[:8]) == ([], "2 passed")
-    assert run(tree, library, []).wrong, "no test at all is a failure"
-
-
-def test_a_fuzz_that_runs_nothing_is_a_failure(library: Path, tree: Path) -> None:
-    assert sanitize.run_fuzz("default", 10, 1).wrong
-
-
-def test_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sanitized, "machine_isas", lambda: ["default", "avx2"])
-    assert sanitize.instruction_sets(set(sanitize.PARTS), short=True) == ["avx2"]
-    assert sanitize.instruction_sets({"default", "fuzz"}, short=False) == ["default"]
-    with pytest.raises(_sanitized.CannotRun, match="avx512"):
-        sanitize.instruction_sets({"avx512"}, short=False)
+    text = "\n".join(wrong(["nothing", "read_past_the_end", "signed_overflow", "nothing"]))
+    for words in ("heap-buffer-overflow", "signed integer overflow", "test_it[read_past_the_end]"):
+        assert words in text
+    assert "test_it[nothing" not in text
+    assert wrong(["nothing", "signed_overflow", "read_past_the_end"] * 2, every=3) == []
+    assert "nothing ran" in wrong([])

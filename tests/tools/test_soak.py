@@ -11,9 +11,9 @@ import torch
 
 from helpers import ROOT
 from helpers.processes import run_python
-from soak import checkpoint, memory
+from soak import checkpoint
 from soak.recipes import RECIPES
-from soak.runs import Process, differences
+from soak.runs import differences
 from soak.training import PARTS, Row, Training
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -69,16 +69,6 @@ def test_differences() -> None:
     assert "not skipped" in differences([harmed], [harmed])[0]
 
 
-def test_infs_are_injected_where_the_seed_says() -> None:
-    run = training(0)
-    run.recipe = RECIPES[0].__class__(**{**vars(RECIPES[0]), "share": 0.5})
-    log = [run.step() for _ in range(12)]
-    injected = [row["injected"] is not None for row in log]
-    assert 2 < sum(injected) < 12
-    assert all(row["skipped"] for row in log if row["injected"])
-    assert {row["injected"].split()[2] for row in log if row["injected"]} == {"loss", "parameter"}
-
-
 def test_a_checkpoint_whose_writing_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     checkpoint.write(path, {"step": 1})
@@ -89,31 +79,6 @@ def test_a_checkpoint_whose_writing_fails_leaves_the_earlier_one(tmp_path: Path)
     checkpoint.write(path, {"step": 3})
     assert checkpoint.read(path) == {"step": 3}
     assert not checkpoint.temporary(path).exists()
-
-
-def test_what_a_killed_process_left_is_not_being_written(tmp_path: Path) -> None:
-    process = Process.__new__(Process)
-    process.folder, process._left = tmp_path, None
-    path = checkpoint.temporary(tmp_path / "checkpoint.pt")
-    assert process.writing() is None
-    path.write_bytes(b"abc")
-    assert process.writing() == 3
-    process._left = path.stat().st_mtime_ns
-    assert process.writing() is None
-    os.utime(path, ns=(0, process._left + 1))
-    assert process.writing() == 3
-
-
-def test_growth_is_judged_by_medians() -> None:
-    level = [(10 * i, 2**28, 100) for i in range(40)]
-    assert not memory.growth(level).too_much  # type: ignore[union-attr]
-    peak = [*level[:-1], (390, 2**30, 5000)]
-    assert not memory.growth(peak).too_much  # type: ignore[union-attr]
-    tensors = [(step, size, 100 + step) for step, size, _ in level]
-    assert memory.growth(tensors).too_much  # type: ignore[union-attr]
-    graphs = [(step, size + step * 100_000, 100) for step, size, _ in level]
-    assert memory.growth(graphs).too_much  # type: ignore[union-attr]
-    assert memory.growth(level[:8]) is None
 
 
 def soak(*arguments: str) -> tuple[int, str]:

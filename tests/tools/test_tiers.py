@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from helpers import ROOT, tiers
 
@@ -42,14 +45,6 @@ def chosen_params(cases: list[Any]) -> list[dict[str, Any]]:
     return [case.callspec.params for case in cases if case in chosen]
 
 
-def test_each_value_is_in_a_case() -> None:
-    cases = items("f", name=list("abcdefghijkl"), dtype=[16, 32, 64], layout=["dense", "sliced"])
-    chosen = chosen_params(cases)
-    for name in ("name", "dtype", "layout"):
-        assert {p[name] for p in chosen} == {c.callspec.params[name] for c in cases}
-    assert len(chosen) <= 14  # of 72
-
-
 def test_each_value_meets_each_implementation() -> None:
     names = list("abcdefgh")
     cases = items("f", ops=["cpu", "emulated", "triton"], name=names, dtype=[16, 32])
@@ -69,12 +64,6 @@ def test_every_test_has_a_case() -> None:
     assert tiers.few([]) == set()
 
 
-def test_the_same_cases_are_chosen_each_time() -> None:
-    values = {"name": list("abcdef"), "shape": [(1, 2), (3,), ()], "flag": [True, False]}
-    first = {case.nodeid for case in tiers.few(items("f", **values))}
-    assert {case.nodeid for case in tiers.few(items("f", **values)[::-1])} == first
-
-
 def names_of(*changed: str) -> set[str]:
     return {path.name for path in tiers.tests_of([Path(name) for name in changed])}
 
@@ -90,55 +79,51 @@ def test_tests_of_a_source() -> None:
     assert "test_convert_guards.py" in names_of("fusedtrain/_graph/guards.py")
 
 
-def test_three_commits_see_every_case(monkeypatch: Any) -> None:
-    seen: set[str] = set()
-    left_out: list[Any] = []
+def test_the_files_that_tools_name_are_there() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tools"))
+        named = importlib.import_module("other_torch").OLDEST
+    assert [name for name in named if not (ROOT / name.partition("::")[0]).exists()] == []
+
+
+def left_by(cases: list[Any], tier: str, arguments: list[str], keyword: str = "") -> list[Any]:
+    """The cases that run."""
     config: Any = SimpleNamespace(
-        option=SimpleNamespace(cases="third", keyword=""),
-        args=["tests"],
+        option=SimpleNamespace(cases=tier, keyword=keyword),
+        args=arguments,
         getini=lambda name: ["tests"],
-        hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),
+        hook=SimpleNamespace(pytest_deselected=lambda items: None),
     )
+    for case in cases:
+        case.path = ROOT
+    left = list(cases)
+    tiers.pytest_collection_modifyitems(config, left)
+    return left
+
+
+def test_three_commits_see_every_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[str] = set()
+    monkeypatch.setattr(tiers, "_changed_tests", lambda: frozenset())
     for count in range(3):
         monkeypatch.setattr(tiers, "_commits", lambda count=count: count)
-        monkeypatch.setattr(tiers, "_changed_tests", lambda: frozenset())
-        cases = items("f", name=list(range(50)), dtype=[16, 32])
-        for case in cases:
-            case.path = ROOT
-        left_out.clear()
-        tiers.pytest_collection_modifyitems(config, cases)
-        assert left_out
-        seen |= {case.nodeid for case in cases}
+        left = left_by(items("f", name=list(range(50)), dtype=[16, 32]), "third", ["tests"])
+        assert len(left) < 100
+        seen |= {case.nodeid for case in left}
     assert len(seen) == 100
 
 
 def test_a_case_that_is_named_runs() -> None:
     cases = items("tests/ops/test_f.py::f", name=list("abcdef"), dtype=[16, 32])
     left_out = next(case for case in cases if case not in tiers.few(cases))
-    config: Any = SimpleNamespace(
-        option=SimpleNamespace(cases="few", keyword=""),
-        args=[f"/root/{left_out.nodeid}"],
-        getini=lambda name: ["tests"],
-        hook=SimpleNamespace(pytest_deselected=lambda items: None),
-    )
-    tiers.pytest_collection_modifyitems(config, cases)
-    assert left_out in cases
+    assert left_out in left_by(cases, "few", [f"/root/{left_out.nodeid}"])
 
 
-def test_slow_tests_run_where_a_part_of_the_suite_is_named() -> None:
-    for args, keyword, runs in (
-        (["tests"], "", False),
-        (["tests"], "f", True),
-        (["f.py"], "", True),
-    ):
-        case = items("tests/test_f.py::f")[0]
-        case.marks = ("slow",)
-        config: Any = SimpleNamespace(
-            option=SimpleNamespace(cases="few", keyword=keyword),
-            args=args,
-            getini=lambda name: ["tests"],
-            hook=SimpleNamespace(pytest_deselected=lambda items: None),
-        )
-        cases = [case]
-        tiers.pytest_collection_modifyitems(config, cases)
-        assert bool(cases) is runs
+@pytest.mark.parametrize(
+    ("arguments", "keyword", "runs"), [(["tests"], "", 0), (["tests"], "f", 1), (["f.py"], "", 1)]
+)
+def test_slow_tests_run_where_a_part_is_named(
+    arguments: list[str], keyword: str, runs: int
+) -> None:
+    case = items("tests/test_f.py::f")[0]
+    case.marks = ("slow",)
+    assert len(left_by([case], "few", arguments, keyword)) == runs

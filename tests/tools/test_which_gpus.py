@@ -242,7 +242,7 @@ print(fusedtrain.backend_info())
 
 @pytest.mark.slow
 def test_an_import_asks_the_driver_and_leaves_cuda_alone(tmp_path: Path) -> None:
-    """By the names and types of NVML's own functions, in a process of its own."""
+    """The stand-in has the names and types of NVML's own functions, in a process of its own."""
     compiler = shutil.which("cc") or shutil.which("c++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs Linux and a C compiler")

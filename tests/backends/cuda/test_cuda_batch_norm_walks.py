@@ -241,7 +241,7 @@ def passes(*tensors: Tensor | None) -> list[tuple[float, float]]:
     return counts
 
 
-# By column and by plane, in vectors and in elements.
+# Walks along columns and planes, in vectors and in elements.
 SHAPES = [((8, 8, 7, 7), F16), ((2, 3, 32, 16), F32), ((5, 3, 7, 7), BF16)]
 
 

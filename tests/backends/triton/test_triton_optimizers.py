@@ -123,7 +123,7 @@ def test_units_of_layouts(
     step_alike(kernels, case)
 
 
-# By norms and a trial, by a norm, by bias corrections; the others prepare less.
+# Rules that prepare norms and a trial, a norm, bias corrections; the others prepare less.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",

@@ -70,7 +70,7 @@ dim3 grid_dim();
 void* dynamic_shared();
 
 void barrier(const char* file, int line);
-// Gives `value` to the lanes of `mask`, takes that of lane `source`; all lanes of the mask meet
+// Hands `value` to the lanes of `mask`, takes that of lane `source`; all lanes of the mask meet
 // here.
 uint64_t exchange(unsigned mask, uint64_t value, int source, const char* name);
 unsigned ballot(unsigned mask, bool predicate, const char* name);
