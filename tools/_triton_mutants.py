@@ -49,15 +49,22 @@ triton_optimizers: units_of_layouts sizes_and
 optimizer_kernels: skipped_first_step[triton
 triton_optimizers: states[adam-
 optimizer_kernels: gradients_are_measured_without_states[triton-sgd] parts_of_a_step[triton-lamb]
-triton_optimizers: stochastic
-optimizer_kernels: kernels[triton-adam-trial nobody_looks_for_infinities[triton-sgd]
+optimizer_kernels: stochastic_rounding[triton kernels[triton-adam-trial
+optimizer_kernels: nobody_looks_for_infinities[triton-sgd]
 """
 _SPLIT = """
 split_master_kernels: a_step_of_zero_changes_no_bit[triton steps_beside_float32_masters[triton
 split_master_kernels: stochastic_rounding_of_24_bits[triton a_skipped_step_changes_no_bit[triton
 """
-_CODES = "triton_state_codes: quantised dequantised steps[lamb] steps[adam] skipped scales\n"
-_CHAINS = "triton_chains\nchain_kernels\n"
+_CODES = """
+state_code_kernels: bits_of_codes[triton steps_beside_the_reference[triton-lamb
+state_code_kernels: steps_beside_the_reference[triton-adam a_skipped_step_changes_no_bit[triton
+triton_tables: scales_elsewhere
+"""
+_CHAINS = "chain_kernels"
+_WRITES = (
+    "split_master_writes: kernels_join_every_weight\nmaster_writes: kernels_follow_every_write"
+)
 # The tests of a file, the narrowest first: the first that fails ends the trial. {} is what the
 # function is part of: see part_of.
 TESTS = {
@@ -76,7 +83,6 @@ triton_depthwise
 """,
     "few_bit": """
 few_bit: kernels[triton-a
-triton_few_bit
 few_bit: kernels[triton-sliced-torch.float32 kernels[triton-many-torch.float32
 few_bit: special_inputs[triton
 """,
@@ -91,9 +97,9 @@ few_bit: special_inputs[triton
     "pointwise": f"activation_kernels: a_grid bounds backward_with\n{_CHAINS}",
     "pool": "triton_pool",
     "scaling": "optimizer_gpu_kernels: zero update_scale",
-    "split_weights": f"{_SPLIT}triton_split_weights",
+    "split_weights": f"{_SPLIT}{_WRITES}",
     "state_codes": _CODES,
-    "stochastic_rounding": "triton_optimizers: stochastic\ntriton_rounding",
+    "stochastic_rounding": "optimizer_kernels: stochastic_rounding",
     "vecmath": _OF_FORMULA + _OF_RULE,
 }
 # Where the name of a function does not tell: a rule or an activation that calls it.

@@ -1,5 +1,6 @@
 """Every function of fusedtrain.functional that torch has, on all samples of torch's OpInfo: numbers
-and derivatives. What else a call may be: test_function_calls.py."""
+and gradients. What else a call may be: test_function_calls.py; higher derivatives and transforms of
+all functions: ops/test_every_function.py."""
 
 from __future__ import annotations
 
@@ -25,10 +26,9 @@ from _functions import (
     torch_functional,
     weights_like,
 )
-from _tables import DTYPES, error, outcome, short, spread, tensors
+from _tables import DTYPES, error, outcome, short, spread
 from differences import judge, unknown_keys
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from fusedtrain import functional
 from helpers.autograd_routes import is_of_this_package
@@ -120,61 +120,6 @@ def alike(a: Tensor, b: Tensor, signed: bool) -> bool:
 
 def _number(values: Tensor) -> str:
     return f"{values[0].item():.2g}"
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_second_derivatives_float64(case: str) -> None:
-    if "hardsigmoid" in case:
-        pytest.skip("not a case: torch has no second derivative of hardsigmoid")
-    for sample in few_samples(case):
-        results = []
-        for function in (ours_of(case), theirs_of(case)):
-            args, kwargs = fresh(sample)
-            leaves = [t for t in tensors((args, kwargs)) if t.requires_grad]
-            output = function(*args, **kwargs)
-            if not output.requires_grad:
-                continue
-            weights = weights_like(output, torch.float64).requires_grad_()
-            first = torch.autograd.grad(
-                output, leaves, weights, create_graph=True, allow_unused=True
-            )
-            first = tuple(g for g in first if g is not None and g.requires_grad)
-            again = [weights_like(g, torch.float64) for g in first]
-            wanted = [weights, *leaves]
-            second = torch.autograd.grad(first, wanted, again, allow_unused=True)
-            results.append(
-                [torch.zeros_like(w) if g is None else g for g, w in zip(second, wanted)]
-            )
-        for a, b in zip(*results or ([], [])):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-def directions(args: Any) -> tuple[Any, ...]:
-    return tuple(weights_like(a, torch.float64) for a in args)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_forward_mode_float64(case: str) -> None:
-    for sample in few_samples(case):
-        results = []
-        for function in (ours_of(case), theirs_of(case)):
-            args, kwargs = fresh(sample)
-            flat, spec = pytree.tree_flatten((args, kwargs))
-            at = [
-                i for i, leaf in enumerate(flat) if isinstance(leaf, Tensor) and leaf.requires_grad
-            ]
-
-            def call(*leaves: Tensor, flat: Any = flat, at: Any = at, spec: Any = spec) -> Any:
-                full = list(flat)
-                for i, leaf in zip(at, leaves):
-                    full[i] = leaf
-                args, kwargs = pytree.tree_unflatten(full, spec)
-                return function(*args, **kwargs)  # noqa: B023 (called within the loop)
-
-            leaves = tuple(flat[i].detach() for i in at)
-            results.append(torch.func.jvp(call, leaves, directions(leaves)))
-        for a, b in zip(*results):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("case", CASES)

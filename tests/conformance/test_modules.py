@@ -140,24 +140,6 @@ def _leaf(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradcheck_float64(name: str) -> None:
-    for case in cases(name, torch.float64, True):
-        if not case.inputs[0].numel() or case.kwargs.get("return_indices"):
-            continue
-        ours, _ = case.build(name, torch.float64)
-
-        def call(*leaves: Tensor, ours: nn.Module = ours) -> Any:
-            fresh = copy.deepcopy(ours)
-            x, *parameters = leaves
-            named = dict(zip(dict(fresh.named_parameters()), parameters))
-            return torch.func.functional_call(fresh, named, (x,))
-
-        leaves = (case.inputs[0].detach().requires_grad_(), *ours.parameters())
-        assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-        assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_constructor(name: str) -> None:
     """torch's arguments in torch's order, with torch's defaults; kept as torch's attributes."""
     ours, stock = getattr(fused_nn, name), getattr(nn, REPLACES[name])

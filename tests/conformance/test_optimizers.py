@@ -197,6 +197,18 @@ def differing_states(mine: dict[int, Any], theirs: dict[int, Any]) -> set[str]:
     return differences
 
 
+def said_by(cls: Any, mistake: Any) -> str:
+    """The message of the exception or warning."""
+    params = parameters(torch.float32) if mistake.params is None else mistake.params
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            cls(params, **copy.deepcopy(mistake.kwargs))
+        except Exception as error:
+            return str(error)
+    raise AssertionError("nothing was raised")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_mistakes(name: str) -> None:
     """The types of exceptions and warnings: of the table's mistakes, and of common ones."""
@@ -213,6 +225,8 @@ def test_mistakes(name: str) -> None:
 
         mine, theirs = (outcome(call, cls) for cls in classes(name))
         assert theirs is item.error_type
+        ours, stock = (said_by(cls, mistake) for cls in classes(name))
+        assert ours == stock
         if mine is not theirs:
             differences.add(f"{mistake.desc}: {_kind(mine)} instead of {_kind(theirs)}")
     cases: dict[str, tuple[Any, dict[str, Any]]] = {

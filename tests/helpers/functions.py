@@ -131,6 +131,10 @@ CONVOLUTIONS: dict[str, Case] = {
         (IMAGE, (4, 1, 1, 3), VECTOR),
     ),
     "depthwise_conv2d": (partial(F.depthwise_conv2d, padding=1), (IMAGE, (4, 1, 3, 3), VECTOR)),
+    "depthwise_conv2d, pairs": (
+        lambda x, w, b: F.depthwise_conv2d(x, w, b, (1, 2), (0, 2), (1, 2)),
+        (IMAGE, (8, 1, 2, 3), (8,)),
+    ),
     "depthwise_conv2d, two a channel": (
         lambda x, w: F.depthwise_conv2d(x, w, padding="same"), (IMAGE, (8, 1, 2, 2)),
     ),
@@ -145,6 +149,9 @@ CASES: dict[str, Case] = {
     **CONVOLUTIONS,
     "residual_add": (
         lambda r, x, s: F.residual_add(r, x, s, _drops(r), 1), (IMAGE, IMAGE, VECTOR),
+    ),
+    "depthwise_conv2d, one sample": (
+        lambda x, w: F.depthwise_conv2d(x[0], w, padding=1), (IMAGE, (4, 1, 3, 3)),
     ),
     "residual_add, scale last": (lambda r, x, s: F.residual_add(r, x, s), (IMAGE, IMAGE, (3,))),
     "swiglu, rows": (F.swiglu, ((4, 6),)),

@@ -83,6 +83,7 @@ def groups_of_all_kinds() -> Tensor:
     one = torch.zeros(GROUP)
     one[31] = -1.0
     rows += [one, -one, torch.cat([one[:-1], torch.tensor([1e-30])]), one + 1e-42]
+    rows += [one * -x for x in (*edges.tolist(), *below.tolist())]
     # Numbers of codes exactly, and those halfway between two.
     k = torch.arange(-127.0, 128.0)
     codes = k / (254 - k.abs())

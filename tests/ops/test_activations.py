@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from torch import nn
 
 import fusedtrain
 import fusedtrain.functional as F
-import fusedtrain.nn as fnn
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import (
     DTYPES,
     INPLACE,
     NAMES,
     POINTWISE,
-    assert_close,
-    backward_scale,
     check_every_layout,
-    error,
-    layouts,
     public,
-    special_values,
-    truth,
 )
 from helpers.observed import saved_by, saved_bytes
 
@@ -35,37 +26,6 @@ ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conft
 @pytest.mark.parametrize("name", NAMES)
 def test_numbers_in_every_layout(name: str, dtype: torch.dtype) -> None:
     check_every_layout(name, dtype)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradient_with_other_strides(name: str) -> None:
-    row = ACTIVATIONS[name]
-    x = torch.randn(4, 6, 5, 3).contiguous(memory_format=torch.channels_last).requires_grad_()
-    base = torch.randn(4, 6, 5, 3)
-    for grad in (base, base[:, :1].expand(4, 6, 5, 3), base.flip(0).permute(0, 1, 2, 3)):
-        (g,) = torch.autograd.grad(public(row)(x), x, grad)
-        assert_close(g, truth(ACTIVATIONS[name], x, grad)[1], backward_scale(row))
-        assert name == "logsigmoid" or g.is_contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_16_bit_number(name: str, dtype: torch.dtype) -> None:
-    """All 65536 bit patterns, forward and backward: the kinks are where torch has them."""
-    row = ACTIVATIONS[name]
-    x = torch.arange(-32768, 32768).to(torch.int16).view(dtype)
-    x = x[torch.isfinite(x)].clone().requires_grad_()
-    y = public(row)(x)
-    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    want_y, want_g = truth(ACTIVATIONS[name], x, torch.ones_like(y))
-    limit = torch.finfo(dtype).max  # squares overflow
-    finite = (want_y.abs() <= limit) & (want_g.abs() <= limit)
-    assert_close(y.detach()[finite], want_y[finite])
-    assert_close(g[finite], want_g[finite], backward_scale(row))
-    if name in ("relu", "relu6", "hardtanh", "hardshrink", "softshrink", "threshold"):
-        assert torch.equal(g.double(), want_g)
-    if name == "hardsigmoid":
-        assert torch.equal(g == 0, want_g == 0)
 
 
 @pytest.mark.parametrize("value", [0.1, 0.3, 1.7])
@@ -95,43 +55,6 @@ def test_bounds_that_the_dtype_cannot_hold(dtype: torch.dtype, value: float) -> 
     assert torch.equal(g == 1, x.float().abs() > value)
 
 
-@pytest.mark.parametrize("name", ["hardsigmoid", "relu6", "hardtanh", "hardshrink", "softshrink"])
-def test_float32_next_to_the_kinks(name: str) -> None:
-    points = torch.tensor([-3.0, 3.0, 0.0, 6.0, 1.0, -1.0, 0.5, -0.5])
-    steps = points.view(torch.int32)[:, None] + torch.arange(-64, 65)
-    x = steps.flatten().to(torch.int32).view(torch.float32).clone()
-    x = x[torch.isfinite(x)].requires_grad_()
-    row = ACTIVATIONS[name]
-    (g,) = torch.autograd.grad(public(row)(x), x, torch.ones_like(x))
-    (want,) = torch.autograd.grad(row.eager(x), x, torch.ones_like(x))
-    assert torch.equal(g == 0, want == 0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_special_values(name: str, dtype: torch.dtype) -> None:
-    row = ACTIVATIONS[name]
-    tiny = torch.finfo(dtype).smallest_normal
-    x, want = special_values(name, dtype)
-    x.requires_grad_()
-    y = public(row)(x)
-    (g,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    y = y.detach()
-    assert torch.equal(torch.isnan(y), torch.isnan(want))
-    kept = ~torch.isnan(want)
-    torch.testing.assert_close(
-        y[kept],
-        want[kept],
-        rtol=4e-2 if dtype.itemsize == 2 else 1e-5,
-        atol=tiny if dtype == torch.bfloat16 else tiny / 256,  # torch's bfloat16 gelu flushes
-    )
-    if name != "softshrink":  # torch's vector body and its tail disagree on the sign of zero
-        zeros = (y == 0) & (want == 0) & (x.detach() == 0)
-        assert torch.equal(torch.signbit(y[zeros]), torch.signbit(want[zeros]))
-    at_infinity = g[:2]
-    assert not torch.isnan(at_infinity).any()
-
-
 @pytest.mark.parametrize("name", POINTWISE)
 def test_result_does_not_depend_on_position(name: str) -> None:
     """Vector body, tail, thread boundaries and offsets give the same bits."""
@@ -141,35 +64,6 @@ def test_result_does_not_depend_on_position(name: str) -> None:
     for start, stop in ((1, 64), (3, 20), (65_530, 65_570), (7, 100_003), (99_999, 100_003)):
         assert torch.equal(public(row)(x[start:stop]), whole[start:stop])
         assert torch.equal(public(row)(x[start:stop].clone()), whole[start:stop])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", INPLACE)
-def test_inplace(name: str, dtype: torch.dtype) -> None:
-    row = ACTIVATIONS[name]
-    function = getattr(F, name)
-    for kind, base in layouts(dtype).items():
-        if kind == "expanded":
-            continue
-        want = public(row)(base)
-        x = base.clone() if kind != "sliced" else base
-        version = x._version
-        y = function(x, *row.arguments, inplace=True)
-        assert y is x, kind
-        assert x._version > version, kind
-        assert torch.equal(x, want), kind
-        # The same under autograd, on the output of another op.
-        leaf = layouts(dtype)[kind].clone().requires_grad_()
-        inner = leaf * 1
-        out = function(inner, *row.arguments, inplace=True)
-        assert out is inner
-        out.sum().backward()
-        outside = leaf.detach().clone().requires_grad_()
-        public(row)(outside).sum().backward()
-        if row.backward_in_place is None:
-            assert torch.equal(leaf.grad, outside.grad), kind
-        else:  # from the output
-            assert_close(leaf.grad, outside.grad.double(), 2.0)
 
 
 @pytest.mark.parametrize("name", INPLACE)
@@ -242,35 +136,26 @@ def test_conv_bn_act_conv_keeps_three_tensors_instead_of_four(layer: nn.Module) 
     assert fused / unit < 3.1
 
 
-@pytest.mark.cpu_only  # test_kernels.py has the GPU's
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("name", ["prelu", "star_relu"])
-def test_parameter_gradients(name: str, threads: int) -> None:
-    """Against float64, and the same bits for any number of threads."""
-    row = ACTIVATIONS[name]
+def test_parameter_gradients_do_not_depend_on_threads(name: str, threads: int) -> None:
+    """test_activation_kernels.py has the numbers."""
     before = torch.get_num_threads()
-    shapes = [(3, 700), (2, 5, 90, 70), (40_000,), (2, 7), (1, 3, 1), (100, 20_000), (2, 300, 7),
-              (0, 3, 2), (2, 2, 40_000)]  # fmt: skip
-    for shape in shapes:
+    row = ACTIVATIONS[name]
+    for shape in ((3, 700), (2, 5, 90, 70), (40_000,), (100, 20_000), (2, 300, 7), (2, 2, 40_000)):
         channels = shape[1] if len(shape) > 1 and name == "prelu" else 1
-        for contiguous in (True, False):
+        for last in (False, True)[: 1 + (len(shape) == 4)]:
             x = torch.randn(shape)
-            if not contiguous and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
-            tensors = [torch.randn(channels) for _ in row.parameters]
-            grad = torch.randn(shape)
-            runs = []
+            x = x.contiguous(memory_format=torch.channels_last) if last else x
+            leaves = [x, *(torch.randn(channels) for _ in row.parameters)]
+            leaves = [t.requires_grad_() for t in leaves]
+            grad, runs = torch.randn(shape), []
             for n in (1, threads):
                 torch.set_num_threads(n)
-                leaves = [t.clone().requires_grad_() for t in (x, *tensors)]
-                y = getattr(F, name)(*leaves)
-                runs.append(torch.autograd.grad(y, leaves, grad))
+                runs.append(torch.autograd.grad(getattr(F, name)(*leaves), leaves, grad))
             torch.set_num_threads(before)
-            wide = [t.double().requires_grad_() for t in (x, *tensors)]
-            want = torch.autograd.grad(row.forward(*wide), wide, grad.double())
-            for one, many, w in zip(*runs, want, strict=True):
-                assert torch.equal(one, many)
-                torch.testing.assert_close(one.double(), w, rtol=2e-5, atol=2e-5)
+            assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.cpu_only
@@ -301,24 +186,6 @@ def test_extreme_parameters_in_float16(function, native) -> None:  # type: ignor
     x = torch.tensor([-2.0, -1.0, -1e-3, 0.0, 1e-3, 1.0], dtype=torch.float16, requires_grad=True)
     ours, theirs = (torch.autograd.grad(f(x), x, torch.ones_like(x))[0] for f in (function, native))
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
-
-
-def test_modules_have_the_arguments_of_torch() -> None:
-    for name in fnn.__all__:
-        fused = getattr(fnn, name)
-        native = getattr(nn, name, None)
-        if native is None or name == "Dropout":  # Dropout draws its own numbers
-            continue
-        assert issubclass(fused, native)
-        ours = list(inspect.signature(fused).parameters.values())
-        if ours[-1].name == "save":
-            assert ours.pop().default is None
-        torchs = inspect.signature(native).parameters.values()
-        assert [(p.name, p.default) for p in ours] == [(p.name, p.default) for p in torchs]
-        arguments = {"Threshold": (0.5, 2.0), "MaxPool2d": (2,)}.get(name, ())
-        assert repr(fused(*arguments)) == repr(native(*arguments))
-        x = torch.randn(3, 4, 4)
-        assert error(fused(*arguments)(x).detach(), native(*arguments)(x).detach()) < 8
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fusedtrain.functional as F
 import fusedtrain.nn as fnn
 from fusedtrain.reference import ACTIVATIONS
-from helpers.activations import INPLACE, NAMES, POINTWISE, public
+from helpers.activations import INPLACE, NAMES, public
 from helpers.processes import run_python
 
 ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
@@ -143,17 +143,6 @@ def test_trace_records_plain_aten() -> None:
     assert "fusedtrain::" not in str(traced.inlined_graph)
 
 
-def test_fx_keeps_the_fused_module_and_function() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), fnn.SiLU(), fnn.PReLU(), fnn.StarReLU())
-    pickle.loads(pickle.dumps(torch.fx.symbolic_trace(fnn.SiLU())))
-    traced = torch.fx.symbolic_trace(model)
-    assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["0", "1", "2", "3"]
-    function = torch.fx.symbolic_trace(lambda t: F.silu(t))
-    assert any(node.target is F.silu for node in function.graph.nodes)
-    x = torch.randn(2, 3)
-    assert torch.equal(traced(x), model(x))
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_deepcopy_and_pickle(name: str) -> None:
     module = MODULES[name]()
@@ -164,35 +153,6 @@ def test_deepcopy_and_pickle(name: str) -> None:
 
 
 # --- bad input: what torch raises for the same mistake ---
-
-
-@pytest.mark.parametrize("kind", ["int", "bool", "complex", "list", "none"])
-@pytest.mark.parametrize("name", POINTWISE)
-def test_wrong_input(name: str, kind: str) -> None:
-    row = ACTIVATIONS[name]
-    x: object = {
-        "int": torch.tensor([1, -2, 3]),
-        "bool": torch.tensor([True, False]),
-        "complex": torch.tensor([1 + 1j]),
-        "list": [1.0],
-        "none": None,
-    }[kind]
-
-    def outcome(f: Callable[[object], Tensor]) -> object:
-        try:
-            return f(x).dtype
-        except Exception as error:  # the type is what is compared
-            return type(error)
-
-    function = public(row) if isinstance(x, Tensor) else lambda t: named(t)
-
-    def named(t: object) -> Tensor:
-        if name == "gelu_tanh":
-            return F.gelu(t, approximate="tanh")  # type: ignore[arg-type]
-        return getattr(F, name)(t, *row.arguments)
-
-    eager = row.eager if isinstance(x, Tensor) else lambda t: row.forward(t, *row.arguments)
-    assert outcome(function) == outcome(eager)
 
 
 @pytest.mark.parametrize(

@@ -69,14 +69,8 @@ def autograd(function: object, *tensors: Tensor, grad: Tensor) -> tuple[Tensor, 
 def smooth(name: str) -> bool:
     """Whether rounding cannot put a number on the other side of a jump."""
     return name not in (
-        "hardtanh",
-        "hardshrink",
-        "softshrink",
-        "threshold",
-        "relu6",
-        "hardswish",
-        "hardsigmoid",
-    )
+        "hardtanh", "hardshrink", "softshrink", "threshold", "relu6", "hardswish", "hardsigmoid",
+    )  # fmt: skip
 
 
 # --- gated products ---
@@ -85,6 +79,11 @@ PACKED = {
     "rows": lambda: (torch.randn(5, 34), 1),
     "a row": lambda: (torch.randn(40_002), 0),
     "long rows": lambda: (torch.randn(3, 40_000), 1),
+    # Several tiles of Triton and a rest: of 16 bytes, of 8, of 4 and of single elements.
+    **{
+        f"rows of {n}": lambda n=n: (torch.randn(2, 2 * n + 8)[:, : 2 * n], 1)
+        for n in (2064, 1036, 2050, 1027)
+    },
     "tokens": lambda: (torch.randn(2, 7, 48), 2),
     "planes": lambda: (torch.randn(3, 10, 5, 7), 1),
     "channels last": lambda: (last(3, 10, 5, 7), 1),
@@ -104,9 +103,7 @@ def check_gated(
     activation, dtype = FORMULAS[name], value.dtype
     grad = torch.randn(value.shape).to(ops.device, dtype)
     exact = EXACT[name]
-    want, want_gate, want_value = autograd(
-        lambda g, v: exact(g) * v, gate, value, grad=grad
-    )  # fmt: skip
+    want, *wanted = autograd(lambda g, v: exact(g) * v, gate, value, grad=grad)
     output = ops("gated", gate, value, *activation)
     close(output, want, dtype)
     if ops.kernel:
@@ -118,9 +115,9 @@ def check_gated(
     kept = [t.clone() for t in (grad, gate, value)]
     ops("gated_backward", grad, gate, value, *outs, *activation)
     assert all(map(torch.equal, kept, (grad, gate, value)))
-    close(outs[1], want_value, dtype, 2)
+    close(outs[1], wanted[1], dtype, 2)
     if smooth(name):
-        close(outs[0], want_gate, dtype, 8)
+        close(outs[0], wanted[0], dtype, 8)
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -154,11 +151,19 @@ def test_gate_and_value_in_different_layouts(ops: Kernels) -> None:
 
 # --- scaled sums ---
 
+# Several tiles of Triton, the last cut off.
+TILED: dict[str, Callable[[], Tensor]] = {
+    "planes of tiles": lambda: torch.randn(2, 2, 2050),
+    "planes of tiles of units": lambda: torch.randn(2, 3, 1032),
+    "tiles of channels last": lambda: torch.randn(2, 4, 1036).transpose(1, 2),
+    "tiles of few pixels": lambda: torch.randn(4, 300, 7),
+}
 # shape, dimension of the channels, whether samples have scales of their own
 SCALED = {
     "planes": (lambda: torch.randn(3, 5, 6, 7), 1, True),
     "large planes": (lambda: torch.randn(2, 3, 130, 150), 1, True),
     "small planes": (lambda: torch.randn(3, 20, 2, 2), 1, True),
+    **{kind: (make, 1, i % 2 == 0) for i, (kind, make) in enumerate(TILED.items())},
     "channels last": (lambda: last(3, 20, 6, 7), 1, True),
     "many channels last": (lambda: last(2, 700, 3, 3), 1, True),
     "odd channels last": (lambda: last(3, 7, 6, 7), 1, True),
@@ -271,6 +276,7 @@ def test_every_gate_over_space(ops: Kernels, kind: str) -> None:
 BIASED = {
     "planes": (lambda: torch.randn(3, 5, 6, 7), 1),
     "large planes": (lambda: torch.randn(2, 3, 130, 150), 1),
+    **{kind: (make, 1) for kind, make in TILED.items()},
     "channels last": (lambda: last(3, 16, 6, 7), 1),
     "odd channels last": (lambda: last(3, 7, 6, 7), 1),
     "tokens": (lambda: torch.randn(3, 9, 24), 2),
@@ -366,9 +372,9 @@ def test_gradients_of_clamped_outputs(ops: Kernels, name: str, p: float) -> None
 def test_masks_are_those_of_the_stream(ops: Kernels) -> None:
     """The same for every backend and dtype; a word for each element, in the order of memory."""
     words = philox(SEED, 5003)
-    exact = int(words[7]) / 2**32  # that word is kept
+    exact, beyond = (int(words[7] + i) / 2**32 for i in (0, 1))  # that word is kept, and not
     for dtype in DTYPES:
-        for p, count in ((0.1, 5003), (0.5, 5000), (exact, 5003), (exact, 5000)):
+        for p, count in itertools.product((0.1, 0.5, exact, beyond), (5003, 5000)):
             # 5000 are whole vectors.
             x = torch.ones(count).to(ops.device, dtype)
             rest = (-1, *Pointwise(), 1.0, -1.0, p)

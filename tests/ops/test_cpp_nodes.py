@@ -356,23 +356,6 @@ def test_unusual_norms_are_left_to_python() -> None:
 
 
 @pytest.mark.parametrize("name", NODES)
-def test_transforms(name: str) -> None:
-    def transformed() -> list[Any]:
-        function = NODES[name][0]
-        values = [t.detach() for t in made(name, torch.float64)]
-        ones = tuple(torch.ones_like(t) for t in values)
-        numbers = tuple(range(len(values)))
-        batch = [torch.stack([t, t + 1]) for t in values]
-        return [
-            torch.func.grad(lambda *t: function(*t).sum(), numbers)(*values),
-            torch.func.jvp(function, tuple(values), ones),
-            torch.func.vmap(function, randomness="same")(*batch),
-        ]
-
-    same_by_both(transformed)
-
-
-@pytest.mark.parametrize("name", NODES)
 def test_autocast_gives_the_dtypes_of_the_python_route(name: str) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check_same(*by_both(lambda: outcome(name, made(name))))

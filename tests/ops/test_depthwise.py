@@ -90,24 +90,6 @@ def test_is_torchs(name: str, dtype: torch.dtype, last: bool) -> None:
         torch.testing.assert_close(mine.grad.double(), truth.grad, rtol=2 * eps, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["3x3", "pairs", "1-d", "3-d", "one sample"])
-def test_gradients_of_any_order(name: str) -> None:
-    tensors = [t[..., :7] if t.dim() == 3 else t for t in arguments(name, torch.float64)]
-    if name == "1-d":
-        tensors = [torch.randn(s, dtype=torch.float64, requires_grad=True)
-                   for s in ((2, 3, 33), (3, 1, 31), (3,))]  # fmt: skip
-    few = [t[:1, :2] if t.dim() > 3 and t.size(1) > 1 else t for t in tensors]
-    if len(few[0].shape) > 3:
-        few[1], few[2] = (t[: 2 * CALLS[name][2]] for t in few[1:])
-    few = [t.detach().requires_grad_() for t in few]
-
-    def run(*tensors: Tensor) -> Tensor:
-        return both(name, *tensors)[0]
-
-    assert torch.autograd.gradcheck(run, few, fast_mode=True)
-    assert torch.autograd.gradgradcheck(run, few, fast_mode=True)
-
-
 @pytest.mark.parametrize("asked", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_only_gradients_that_are_asked_for(asked: tuple[int, ...]) -> None:
     tensors = arguments("5x5 by 2")
@@ -415,14 +397,3 @@ def test_numbers_that_are_no_integers_are_torchs(value: Any) -> None:
     assert _depthwise._plan_of(x, weight, None, value, 1, 1) is None
     assert _depthwise._plan_of(x, weight, None, 1, value, 1) is None
     assert _depthwise._plan_of(x, weight, None, 1, 1, value) is None
-
-
-def test_inference_mode() -> None:
-    with torch.inference_mode():
-        tensors = [t.detach() for t in arguments("3x3")]
-        torch.testing.assert_close(*both("3x3", *tensors))
-    x, weight, bias = arguments("3x3")
-    with torch.inference_mode():
-        inference = x.detach() + 0
-    ours, torchs = both("3x3", inference, weight.detach(), bias.detach())
-    torch.testing.assert_close(ours, torchs)

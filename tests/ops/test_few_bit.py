@@ -117,7 +117,9 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", parameters(LAYOUTS, "empty"))
 def test_kernels(ops: Kernels, layout: str, dtype: torch.dtype) -> None:
-    cases = CASES if layout == "blocks and a rest" and not ops.slow else CASES[:: 3 + ops.slow]
+    every = layout == "blocks and a rest" and not ops.slow
+    every |= layout == "a block" and dtype is torch.float32
+    cases = CASES if every else CASES[:: 3 + ops.slow]
     if layout == "many" and ops.slow:  # a fifth of this file's time, each
         cases = cases[DTYPES.index(dtype) :: 4]
     for name, bits in cases:

@@ -1,7 +1,7 @@
-"""max_pool2d and MaxPool2d: torch's numbers, errors and layouts, gradients of any order, what is
-kept for backward, everything around them.
+"""max_pool2d and MaxPool2d: torch's errors, what is kept for backward, everything around them.
 
-test_pool_kernels.py has the kernels.
+test_pool_kernels.py has the numbers, conformance/ torch's samples, test_every_function.py gradients
+of any order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as T
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 import fusedtrain.functional as F
-from helpers.activations import DTYPES
-from helpers.functions import POOLS
-from helpers.observed import compiled_plainly, saved_by
+from helpers.observed import saved_by
 from helpers.recompute import assert_same_bits, kept_by, recomputed, run_both
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
@@ -34,40 +31,6 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 def image(*shape: int, last: bool = False) -> Tensor:
     x = torch.randint(-4, 5, shape).float()
     return x.contiguous(memory_format=torch.channels_last) if last else x
-
-
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("call", POOLS)
-def test_is_torchs(call: str, dtype: torch.dtype, last: bool) -> None:
-    for shape in ((2, 3, 8, 9), (3, 7, 6)):
-        x = image(*shape, last=last and len(shape) == 4).to(dtype)
-        ours, theirs = (x.detach().clone().requires_grad_() for _ in range(2))
-        y, want = F.max_pool2d(ours, **POOLS[call]), T.max_pool2d(theirs, **POOLS[call])
-        assert "MaxPool2dBackward" in str(y.grad_fn)
-        assert y.equal(want)
-        assert y.stride() == want.stride()
-        grad = torch.randint(-8, 9, y.shape).to(dtype)  # whose sums are exact in 16 bits
-        y.backward(grad)
-        want.backward(grad)
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert ours.grad.equal(theirs.grad)
-        assert ours.grad.stride() == theirs.grad.stride()
-        with torch.no_grad():
-            assert F.max_pool2d(x, **POOLS[call]).equal(want)
-
-
-def test_gradients_of_16_bits_are_rounded_once() -> None:
-    """Torch's kernels for the CPU round after every addition, those for the GPU once, too."""
-    for dtype in (torch.float16, torch.bfloat16):
-        x, y = torch.randn(2, 3, 9, 9).to(dtype).requires_grad_(), torch.randn(2, 3, 9, 9).to(dtype)
-        F.max_pool2d(x, 3, 1, 1).backward(y)
-        wide = x.detach().float().requires_grad_()
-        T.max_pool2d(wide, 3, 1, 1).backward(y.float())
-        assert x.grad is not None
-        assert wide.grad is not None
-        assert x.grad.equal(wide.grad.to(dtype))
 
 
 @pytest.mark.parametrize("call", ELSEWHERE)
@@ -113,16 +76,6 @@ def test_mistakes_are_torchs(shape: tuple[int, ...], arguments: tuple[Any, ...])
     assert ours.equal(theirs) if isinstance(theirs, Tensor) else ours == theirs
 
 
-@pytest.mark.parametrize("last", [False, True])
-def test_empty_batch(last: bool) -> None:
-    x = image(0, 3, 6, 6, last=last).requires_grad_()
-    y = F.max_pool2d(x, 2)
-    assert y.shape == (0, 3, 3, 3)
-    y.sum().backward()
-    assert x.grad is not None
-    assert x.grad.shape == x.shape
-
-
 @pytest.mark.parametrize(
     ("window", "bits"), [((1, 2), 1), (2, 2), (3, 4), (4, 4), (5, 8), (16, 8)], ids=str
 )
@@ -137,19 +90,6 @@ def test_keeps_a_few_bits(window: Any, bits: int, last: bool) -> None:
     assert not saved_by(lambda: F.max_pool2d(x.detach(), window))[1]
     _, eager = saved_by(lambda: T.max_pool2d(x, window))
     assert sum(t.nbytes for t in eager) == x.nbytes + 8 * count
-
-
-def test_higher_derivatives() -> None:
-    x = torch.randn(2, 3, 6, 6, dtype=torch.float64, requires_grad=True)
-    derivatives = []
-    for function in (F.max_pool2d, T.max_pool2d):
-        y = function(x**3, 3, 2, 1)
-        (first,) = torch.autograd.grad((y**2).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad((first**2).sum(), x, create_graph=True)
-        (third,) = torch.autograd.grad(second.sum(), x)
-        derivatives.append((first, second, third))
-    for a, b in zip(*derivatives, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_input_and_output_may_be_modified() -> None:
@@ -196,14 +136,6 @@ def test_recompute() -> None:
     assert_same_bits(run_both(stem, torch.randn(2, 3, 14, 14)))
 
 
-def test_checkpoint() -> None:
-    x = torch.randn(2, 3, 6, 6, requires_grad=True)
-    run = lambda t: F.max_pool2d(t.sin(), 2)  # noqa: E731
-    (want,) = torch.autograd.grad(run(x).sum(), x)
-    (gradient,) = torch.autograd.grad(checkpoint(run, x, use_reentrant=False).sum(), x)
-    assert gradient.equal(want)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast(dtype: torch.dtype) -> None:
     x = torch.randn(1, 3, 8, 8)
@@ -220,22 +152,15 @@ def test_an_expanded_gradient() -> None:
     assert torch.equal(*gradients)
 
 
-def test_traced_and_mapped() -> None:
-    pool, x = fusedtrain.nn.MaxPool2d(3, 2, 1), torch.randn(2, 3, 9, 9)
-    want = T.max_pool2d(x, 3, 2, 1)
-    assert compiled_plainly(pool, x).equal(want)
-    traced = torch.jit.trace(pool, x)
-    assert "aten::max_pool2d" in str(traced.graph)
-    assert traced(x).equal(want)
-    assert torch.func.vmap(lambda t: F.max_pool2d(t, 3, 2, 1))(x).equal(want)
-
-
 def in_a_function(x: Tensor) -> Tensor:
     return F.max_pool2d(x, 3, 2, padding=1)
 
 
 def test_script() -> None:
     x = torch.randn(2, 3, 9, 9)
+    traced = torch.jit.trace(fusedtrain.nn.MaxPool2d(3, 2, 1), x)
+    assert "aten::max_pool2d" in str(traced.graph)
+    assert traced(x).equal(in_a_function(x))
     assert torch.jit.script(in_a_function)(x).equal(in_a_function(x))
     assert torch.jit.script(fusedtrain.nn.MaxPool2d(2))(x).equal(T.max_pool2d(x, 2))
     _, index = torch.jit.script(fusedtrain.nn.MaxPool2d(2, return_indices=True))(x)

@@ -8,87 +8,42 @@ them is right in nearly every test, and trains on nan.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-import cuda_emulator
-from fusedtrain import backend_info
 from fusedtrain.reference import optimizers
-from helpers.backends import HAS_GPU
+from helpers.backends import BACKENDS, HAS_GPU, Emulated
 from helpers.optimizer_cases import BF16, F16, F32, F64, Case, Spec, bits
 from helpers.optimizers import busy
-from helpers.triton_interpreter import round_to_nearest
 
 BAD = (math.inf, -math.inf, math.nan)
 CHUNK, THREADS, WARP = 4096, 256, 32  # of the CUDA kernels
-
-Op = Callable[..., Tensor]
-
-
-def _registered(device: str) -> Op:
-    backend = backend_info().backends[device]
-    if not backend.loaded:
-        pytest.skip(backend.reason)
-    return lambda name, *arguments: getattr(torch.ops.fusedtrain, name)(*arguments)
-
-
-def _emulated() -> Op:
-    if reason := cuda_emulator.why_not():
-        pytest.skip(reason)
-    emulator = cuda_emulator.load()
-    emulator.set_order("shuffled")
-    return emulator.call  # type: ignore[return-value]
-
-
-def _cuda() -> Op:
-    if not HAS_GPU:
-        pytest.skip("needs a CUDA GPU")
-    return _registered("cuda")
-
-
-def _triton() -> Op:
-    pytest.importorskip("triton")
-    if not HAS_GPU and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    from fusedtrain.triton import OPS
-
-    if not HAS_GPU:
-        round_to_nearest()
-    return lambda name, *arguments: OPS[name](*arguments)
-
-
-BACKENDS: dict[str, Callable[[], Op]] = {
-    "cpu": lambda: _registered("cpu"),
-    "emulated": _emulated,
-    "triton": _triton,
-    "cuda": _cuda,
-}
 
 
 class Backend:
     """The ops of a backend, and the device that they want tensors on."""
 
     def __init__(self, name: str) -> None:
-        self.op = BACKENDS[name]()
+        self.kernels = BACKENDS[name]()
+        if isinstance(self.kernels, Emulated):
+            self.kernels.orders = ("shuffled",)
         self.interpreted = name == "triton" and not HAS_GPU
-        self.device = "cuda" if HAS_GPU and name in ("cuda", "triton") else "cpu"
+        self.device = self.kernels.device
 
     def step(self, case: Case) -> Tensor:
-        return self.op("optimizer_step", *case.arguments(), None, None)
+        return self.kernels("optimizer_step", *case.arguments(), None, None)
 
     def measure(self, case: Case) -> Tensor:
-        return self.op("measure_gradients", *case.arguments()).cpu()
+        return self.kernels("measure_gradients", *case.arguments()).cpu()
 
     def some(self, places: list[int]) -> list[int]:
         """The interpreter takes 1 ms a program: it gets the ends and every 29th place."""
         return sorted({*places[:2], *places[::29], *places[-1:]}) if self.interpreted else places
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[name for name in BACKENDS if name != "reference"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     return Backend(request.param)
 

@@ -1,17 +1,11 @@
-"""Optimizers are made and called as torch's are: its own table of arguments and errors, closures,
-hooks, torch.compile; and what is refused.
+"""Optimizers are called as torch's are: closures, hooks, rates in tensors; and what is refused.
+
+conformance/test_optimizers.py has torch's own table; test_compiled_steps.py torch.compile.
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
-import importlib.util
-import sys
-import types
-import unittest
-import warnings
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,7 +17,6 @@ from helpers.optimizer_steps import (
     ALL,
     OF_TORCH,
     alike,
-    assert_close,
     copies,
     give_gradients,
     parameters,
@@ -31,85 +24,7 @@ from helpers.optimizer_steps import (
     started,
     step,
 )
-from helpers.optimizers import OF_TORCH as NAMES, make
-
-
-@cache
-def options_of_torch() -> dict[str, Any]:
-    """torch's own table: for each optimizer the arguments that it tests, and the errors."""
-    kept = sys.modules.get("expecttest")
-    if importlib.util.find_spec("expecttest") is None:
-        # torch's test-suite needs it, and its table does not.
-        stand_in = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = stand_in
-    try:
-        module = importlib.import_module("torch.testing._internal.common_optimizers")
-    finally:
-        if kept is None:
-            sys.modules.pop("expecttest", None)
-        # The import forbids the whole process to set flags of torch.backends (which is a wrapper
-        # of the module that holds the switch).
-        held = torch.backends.flags_frozen.__globals__
-        held["__allow_nonbracketed_mutation_flag"] = True
-    return {i.optim_cls.__name__: i for i in module.optim_db if i.optim_cls.__name__ in NAMES}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@OF_TORCH
-def test_options_of_torchs_table(name: str, dtype: torch.dtype) -> None:
-    items = options_of_torch()[name].optim_inputs_func(device="cpu")
-    assert len(items) >= 5
-    for item in items:
-        p, q = parameters(dtype), parameters(dtype)
-        ours = getattr(fusedtrain.optim, name)(p, **copy.deepcopy(item.kwargs))
-        theirs = getattr(torch.optim, name)(q, **copy.deepcopy(item.kwargs))
-        for seed in range(6):
-            step(ours, p, seed)
-            step(theirs, q, seed)
-        assert_close(p, q)
-        assert not same(p, parameters(dtype)), item.desc
-        assert ours.param_groups[0].keys() == theirs.param_groups[0].keys(), item.desc
-
-
-def outcome(module: Any, name: str, item: Any) -> tuple[type, str]:
-    """Class and message of the exception or warning."""
-    mistake = item.optimizer_error_input
-    params = parameters() if mistake.params is None else copy.deepcopy(mistake.params)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            getattr(module, name)(params, **copy.deepcopy(mistake.kwargs))
-        except Exception as error:
-            return type(error), str(error)
-    raise AssertionError("nothing was raised")
-
-
-@OF_TORCH
-def test_errors_of_torchs_table(name: str) -> None:
-    items = options_of_torch()[name].optim_error_inputs_func(device="cpu", dtype=torch.float32)
-    assert len(items) >= 7
-    for item in items:
-        ours, theirs = outcome(fusedtrain.optim, name, item), outcome(torch.optim, name, item)
-        assert ours == theirs
-        assert issubclass(ours[0], item.error_type)
-
-
-@pytest.mark.parametrize("flag", ["foreach", "fused", "capturable"])
-@OF_TORCH
-def test_flags_are_accepted(name: str, flag: str) -> None:
-    flags = {flag: True}
-    if not flags.keys() <= getattr(torch.optim, name)(parameters()).defaults.keys():
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            getattr(fusedtrain.optim, name)(parameters(), **flags)
-        return
-    p, q = parameters(), parameters()
-    ours = getattr(fusedtrain.optim, name)(p, **flags)
-    theirs = getattr(torch.optim, name)(q)
-    for seed in range(3):
-        step(ours, p, seed)
-        step(theirs, q, seed)
-    assert_close(p, q)
+from helpers.optimizers import make
 
 
 @OF_TORCH
@@ -220,23 +135,3 @@ def test_what_is_not_supported_raises_and_changes_nothing(name: str, kind: str, 
     assert alike(before, memory(optimizer, p))
     p[1].grad = None
     optimizer.step()
-
-
-@ALL
-def test_under_torch_compile(name: str) -> None:
-    runs = [parameters(torch.float32), parameters(torch.float32)]
-    optimizers = [make(name, run) for run in runs]
-
-    def train(params: list[Tensor], optimizer: torch.optim.Optimizer) -> Tensor:
-        optimizer.zero_grad()
-        loss = torch.stack([p.sin().sum() for p in params]).sum()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    torch._dynamo.reset()
-    compiled = torch.compile(train, backend="eager")
-    for _ in range(3):
-        assert torch.equal(compiled(runs[0], optimizers[0]), train(runs[1], optimizers[1]))
-    assert same(runs[0], runs[1])
-    assert not same(runs[0], parameters(torch.float32))

@@ -26,57 +26,6 @@ from helpers.optimizer_steps import (
 from helpers.optimizers import CLASSES, make
 
 
-def replaced_data(p: list[Any]) -> None:
-    for x in p:
-        x.data = x.data.clone()
-
-
-def turned(p: list[Any]) -> None:
-    """Another stride at the same address."""
-    for x in p:
-        if x.dim() == 2:
-            x.data = x.data.t().contiguous().t().as_strided(x.shape[::-1], (x.shape[0], 1)).t()
-
-
-def same_address_turned(p: list[Any]) -> None:
-    for x in p:
-        if x.dim() == 2 and x.shape[0] == x.shape[1]:
-            x.data = x.data.t()
-
-
-def in_channels_last(p: list[Any]) -> None:
-    for x in p:
-        if x.dim() == 4:
-            x.data = x.data.contiguous(memory_format=torch.channels_last)
-
-
-def written_to(p: list[Any]) -> None:
-    with torch.no_grad():
-        for x in p:
-            x.mul_(0.5)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [replaced_data, turned, same_address_turned, in_channels_last, written_to],
-    ids=lambda f: f.__name__,
-)
-@OF_TORCH
-def test_parameters_that_change_between_steps(name: str, change: Any) -> None:
-    shapes = [*SHAPES, (6, 6)]
-    p, q = parameters(shapes=shapes), parameters(shapes=shapes)
-    options = {} if name == "Adagrad" else CLASSES[name].busy
-    ours = getattr(fusedtrain.optim, name)(p, **options)
-    theirs = getattr(torch.optim, name)(q, **options)
-    for seed in range(5):
-        if seed in (2, 4):
-            change(p)
-            change(q)
-        step(ours, p, seed)
-        step(theirs, q, seed)
-    assert_close(p, q)
-
-
 @pytest.mark.parametrize("how", ["half", "bfloat16", "double", "channels_last"])
 @ALL
 def test_a_model_that_is_converted_between_steps(name: str, how: str) -> None:

@@ -115,28 +115,6 @@ def test_skipped_steps_leave_no_trace(name: str, options: dict[str, Any]) -> Non
 # --- runs that change hands
 
 
-@in_turn("how", (torch.float64, True), (torch.float32, False), (torch.float32, True))
-def test_torch_to_fusedtrain_to_torch(
-    name: str, options: dict[str, Any], how: tuple[torch.dtype, bool]
-) -> None:
-    dtype, skips = how
-    p, ours, q, theirs = pair(name, options, dtype)
-    steps(theirs, q, range(12))
-    first = getattr(torch.optim, name)(in_groups(p), **options)
-    steps(first, p, range(4))
-    ours.load_state_dict(saved_and_loaded(first.state_dict()))
-    if skips:
-        skipped_step(ours, p)
-    steps(ours, p, range(4, 8))
-    if skips:
-        skipped_step(ours, p)
-    last = getattr(torch.optim, name)(in_groups(p), **options)
-    last.load_state_dict(saved_and_loaded(ours.state_dict()))
-    steps(last, p, range(8, 12))
-    assert_close(p, q, 64)
-    assert_same_state_dict(last.state_dict(), theirs.state_dict())
-
-
 @in_turn("into", "torch", "fusedtrain")
 def test_a_checkpoint_after_nothing_but_skipped_steps(
     name: str, options: dict[str, Any], into: str

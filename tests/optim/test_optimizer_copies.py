@@ -87,9 +87,13 @@ def test_only_stochastic_rounding_adds_a_key() -> None:
             {"stochastic_rounding": True, "state_dtype": torch.float32},
         ),
         ("deepcopy", torch.float16, {"master_weights": True, "gradient_writeback": "zero"}),
+        ("pickle", torch.float32, {"state_dtype": "q8"}),
+        ("deepcopy", torch.bfloat16, {"state_dtype": "q8", "master_weights": "split24"}),
+        ("pickle", torch.float16, {"master_weights": "split32"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )  # fmt: skip
+@pytest.mark.usefixtures("codes_of_small_parameters")
 @ALL
 def test_copies_go_on_alike(
     name: str, how: str, dtype: torch.dtype, options: dict[str, Any]
@@ -116,7 +120,8 @@ def test_copies_go_on_alike(
     for run in (both, other):
         steps(run["optimizer"], run["params"], range(3, 6))
     assert alike(other["params"], p)
-    assert alike(other["optimizer"].state_dict(), optimizer.state_dict())
+    for how_saved in ({}, {"compressed": True}):
+        assert alike(*(run["optimizer"].state_dict(**how_saved) for run in (both, other)))
     assert other["params"][0].data_ptr() != p[0].data_ptr()
     assert other["optimizer"].ema_decay == optimizer.ema_decay
 

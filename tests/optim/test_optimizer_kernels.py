@@ -313,7 +313,6 @@ def test_streams_of_random_numbers() -> None:
         assert key.item() == _key(seed, tensor, done + step)
 
 
-@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
 def test_stochastic_rounding(kernels: Any) -> None:
     """The same bits, where the arithmetic is exact; up and down so often that the mean stays."""
     layouts = ["contiguous", "channels_last", "transposed", "sliced", "contiguous"]

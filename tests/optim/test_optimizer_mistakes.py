@@ -31,6 +31,10 @@ def parameter() -> Tensor:
         (lambda p: fusedtrain.amp.GradScaler("cpu", min_scale=-1.0), ValueError, "min_scale=-1"),
         (lambda p: fusedtrain.amp.GradScaler("cpu", hysteresis=0), ValueError, "hysteresis"),
         (
+            lambda p: fusedtrain.amp.GradScaler("cpu", min_scale=2.0, max_scale=1.0),
+            ValueError, "min_scale",
+        ),
+        (
             lambda p: optim.AppliedStepScheduler(optim.SGD([p]), lambda o: None),
             TypeError, "make must return",
         ),

@@ -139,20 +139,13 @@ def test_no_closure_may_be_passed_as_none() -> None:
     scaler.step(optimizer, None)
     assert torch.equal(p, torch.zeros(2))
     scaler.update()
-    with pytest.raises(RuntimeError, match="Closure use"):
-        scaler.step(optimizer, lambda: 1)
-
-
-def test_a_closure_with_an_enabled_scaler_raises() -> None:
-    p = parameters()
-    optimizer = make("Adam", p)
-    give_gradients(p, 0)
-    scaler = started(fusedtrain.amp.GradScaler("cpu"))
+    p.grad = torch.ones(2)
+    started(scaler)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, lambda: 1)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         scaler.step(optimizer, closure=lambda: 1)
-    assert same(p, parameters())
+    assert torch.equal(p, torch.zeros(2))
 
 
 def test_a_scale_of_ones_own_multiplies() -> None:
@@ -304,11 +297,3 @@ def test_the_scalers_state_dict_is_torchs() -> None:
     theirs.load_state_dict(fusedtrain.amp.GradScaler("cpu", hysteresis=2).state_dict())
     with_hysteresis = fusedtrain.amp.GradScaler("cpu", hysteresis=2)
     with_hysteresis.load_state_dict(theirs.state_dict())
-
-
-@pytest.mark.parametrize(
-    "options", [{"hysteresis": 0}, {"min_scale": 2.0, "max_scale": 1.0}, {"min_scale": -1.0}]
-)
-def test_bad_options_of_the_scaler(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        fusedtrain.amp.GradScaler("cpu", **options)

@@ -1,4 +1,4 @@
-"""Learning rates: torch's schedulers, and those that count applied steps."""
+"""Schedulers that count applied steps. conformance/test_optimizers.py has torch's own."""
 
 from __future__ import annotations
 
@@ -12,41 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, OneCycleLR, StepLR
 
 import fusedtrain
-from helpers.optimizer_steps import assert_close, parameters, step
+from helpers.optimizer_steps import parameters, step
 from helpers.optimizers import make
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda o: StepLR(o, 2, 0.5),
-        lambda o: OneCycleLR(o, 0.2, total_steps=9),
-        lambda o: CosineAnnealingLR(o, 5),
-        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda n: 1 / (n + 1)),
-    ],
-    ids=["StepLR", "OneCycleLR", "CosineAnnealingLR", "LambdaLR"],
-)
-@pytest.mark.parametrize("tensor", [False, True], ids=["", "tensor"])
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {}), ("RMSprop", {"momentum": 0.5})],
-)
-def test_schedulers_of_torch(
-    name: str, options: dict[str, Any], tensor: bool, schedule: Any
-) -> None:
-    p, q = parameters(), parameters()
-    runs = []
-    for module, params in ((fusedtrain.optim, p), (torch.optim, q)):
-        lr = torch.tensor(0.1, dtype=torch.float64) if tensor else 0.1
-        groups = [{"params": params[:2], "lr": lr}, {"params": params[2:]}]
-        optimizer = getattr(module, name)(groups, lr=0.05, **options)
-        runs.append((optimizer, params, schedule(optimizer)))
-    for seed in range(8):
-        for optimizer, params, scheduler in runs:
-            step(optimizer, params, seed)
-            scheduler.step()
-    assert_close(p, q)
-
 
 SCHEDULES: dict[str, Any] = {
     "StepLR": lambda o: StepLR(o, 2, 0.5),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -92,20 +90,3 @@ def test_checkpoints(
         runs.append((p, optimizer.state_dict(), optimizer.state_dict(compressed=True)))
     assert alike(runs[0], runs[1])
     assert alike(runs[0], runs[2])
-
-
-@KINDS
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-@pytest.mark.parametrize("name", ["SGDW", "LAMB"])
-def test_copies_go_on_alike(
-    name: str, how: Any, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    p = parameters(dtype)
-    optimizer = make(name, p, **options)
-    steps(optimizer, p, range(1, 4))
-    other = how({"p": p, "optimizer": optimizer})
-    steps(optimizer, p, range(4, 6))
-    steps(other["optimizer"], other["p"], range(4, 6))
-    assert alike(p, other["p"])
-    saved = [o.state_dict(compressed=True) for o in (optimizer, other["optimizer"])]
-    assert alike(*saved)

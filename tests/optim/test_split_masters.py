@@ -54,50 +54,10 @@ def test_bfloat16_with_32_bits_is_the_run_with_float32_masters(name: str) -> Non
         assert ours.state[a]["master_param"].dtype == torch.int16
         assert torch.equal(master_of(ours, a), theirs.state[b]["master_param"])
         assert torch.equal(a, nearest(theirs.state[b]["master_param"]))
+        low = ours.state[a]["master_param"].float()
+        assert low.numel() < 9 or low.std() > 10000  # all 16 bits are in use
         assert torch.equal(ours.state[a]["ema"], theirs.state[b]["ema"])
     assert alike(ours.state_dict(), theirs.state_dict())
-
-
-def test_a_thousand_steps_are_the_same_bits() -> None:
-    p = nn.Parameter(torch.randn(200, generator=torch.Generator().manual_seed(1)).bfloat16())
-    q = nn.Parameter(p.detach().clone())
-    ours = fusedtrain.optim.AdamW([p], lr=1e-3, master_weights="split32", state_dtype=F32)
-    theirs = fusedtrain.optim.AdamW([q], lr=1e-3, master_weights=True, state_dtype=F32)
-    for seed in range(1000):
-        give_gradients([p], seed)
-        q.grad = p.grad
-        ours.step()
-        theirs.step()
-    assert torch.equal(master_of(ours, p), theirs.state[q]["master_param"])
-    assert torch.equal(p, nearest(theirs.state[q]["master_param"]))
-    assert ours.state[p]["master_param"].float().std() > 10000  # all 16 bits are in use
-
-
-@KINDS
-@BOTH
-@ALL
-def test_one_step_from_the_same_weights(name: str, kind: str, dtype: torch.dtype) -> None:
-    """Within half a unit of what is kept of the float32 step, the weight itself for 32 bits."""
-    p, q = parameters(dtype), parameters(dtype)
-    ours = make(name, p, master_weights=kind, state_dtype=F32)
-    theirs = make(name, q, master_weights=True, state_dtype=F32)
-    far = 2.0**-16 if kind == "split24" else 0.0 if dtype == BF16 else 2.0**-24
-    for seed in range(4):
-        give_gradients(p, seed)
-        give_gradients(q, seed)
-        ours.step()
-        theirs.step()
-        for a, b in zip(p, q, strict=True):
-            master = theirs.state[b]["master_param"]
-            joined = master_of(ours, a)
-            allowed = far * master.abs().double().clamp(min=2.0**-14)
-            assert ((joined.double() - master.double()).abs() <= allowed).all()
-            master.copy_(joined)
-            with torch.no_grad():
-                b.copy_(a)
-            for key, value in ours.state[a].items():
-                if key in theirs.state[b] and key not in ("step", "master_param"):
-                    theirs.state[b][key].copy_(value)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
@@ -113,24 +73,6 @@ def test_tiny_updates_add_up(dtype: torch.dtype) -> None:
     moved = start - master_of(optimizer, p).double()
     assert (moved - 256 * 2.0**-20).abs().max() == 0  # multiples of 2^-23: no rounding at all
     assert moved.mean() > 0
-
-
-def test_stochastic_rounding_has_no_bias_in_24_bits() -> None:
-    """2^20 updates of 1/64 of the last of 24 bits: rounded to nearest, none would count."""
-    results = []
-    for stochastic in (True, False):
-        torch.manual_seed(5)
-        p = nn.Parameter(torch.full((16384,), 1.25, dtype=BF16))
-        optimizer = fusedtrain.optim.SGD(
-            [p], lr=1.0, master_weights="split24", stochastic_rounding=stochastic
-        )
-        p.grad = torch.full_like(p, -(2.0**-21))
-        for _ in range(64):
-            optimizer.step()
-        results.append((master_of(optimizer, p).double() - 1.25) * 2**15)
-    # 64 updates of 1/64: one unit; the standard error of the mean is 0.0078.
-    assert abs(results[0].mean().item() - 1) < 0.04
-    assert (results[1] == 0).all()
 
 
 @BOTH

@@ -176,24 +176,6 @@ def test_order_of_programs(
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
-def test_stochastic_rounding(kernels: Any, layout: str) -> None:
-    """The bits of the reference, which are those of the C++ kernels."""
-    group = {"lr": 2.0**-10}  # exact with fused multiplies and without
-    # More than a chunk, which counts elements from 0 itself.
-    case = Case("sgd", [Spec((97, 90), BF16, layout, states=[])] * 2, [group], stochastic=1)
-    case.set("seed", 2**53 - 1)
-    case.set("seed_high", 2**31 + 3)
-    case.control[5] = 3
-    expected, cpp = case.clone(), case.clone()
-    kernels.optimizer_step(*case.arguments(), None, None)
-    optimizers.optimizer_step(*expected.arguments(), None, None)
-    torch.ops.fusedtrain.optimizer_step(*cpp.arguments(), None, None)
-    for ours, theirs, others in zip(case.params, expected.params, cpp.params):
-        assert torch.equal(ours, theirs)
-        assert torch.equal(ours, others)
-
-
 def test_errors(kernels: Any) -> None:
     case = Case("adam", [Spec((4, 6))], [busy("adam")])
     before = [bits(t) for _, t in case.written()]

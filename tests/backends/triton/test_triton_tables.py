@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from fusedtrain.reference import optimizers
+from fusedtrain.reference.state_codes import SIGNED
 from helpers.backends import HAS_GPU
-from helpers.optimizer_cases import BF16, F32, F64, Case, Spec
+from helpers.optimizer_cases import BF16, F32, F64, Case, Spec, bits
 from helpers.optimizer_ops import BACKENDS, step_alike
 from helpers.optimizers import busy
 
@@ -151,6 +153,18 @@ def test_changes_are_seen(kernels: Any, built: list[str], change: Callable[[Case
     built.clear()
     step_alike(kernels, case)
     assert built == []
+
+
+def test_scales_elsewhere(kernels: Any, built: list[str]) -> None:
+    spec = Spec((70,), states=[0], state_dtype=SIGNED)
+    case = Case("sgd", [spec], [busy("sgd")], measures=7)
+    for _ in range(2):
+        expected, old = case.clone(), case.states[1]
+        optimizers.optimizer_step(*expected.arguments(), None, None)
+        kernels.optimizer_step(*case.arguments(), None, None)
+        assert [bits(t) for t in case.states] == [bits(t) for t in expected.states]
+        case.states[1] = old.clone()
+        old.fill_(float("nan"))
 
 
 def test_gradients_that_come_and_go(kernels: Any, built: list[str]) -> None:

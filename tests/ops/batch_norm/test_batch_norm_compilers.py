@@ -192,22 +192,3 @@ def test_export_script_and_trace_need_no_fusedtrain() -> None:
             again = copy.deepcopy(module)
             again(*inputs)
             torch.testing.assert_close(scripted.running_var, again.running_var)
-
-
-def test_fx_has_one_call() -> None:
-    """The module's call, as of torch's own batch norm; the function's, as of torch's functions."""
-    net = Net().eval()
-    traced = torch.fx.symbolic_trace(net)
-    calls = [n.target for n in traced.graph.nodes if n.op == "call_module"]
-    assert calls == ["conv", "first", "second", "third"]
-    x = torch.randn(2, 3, 6, 5)
-    assert torch.equal(traced(x), net(x))
-    function = torch.fx.symbolic_trace(
-        lambda t: F.batch_norm_act(t, None, None, training=True, activation="silu", residual=t)
-    )
-    assert any(n.target is F.batch_norm_act for n in function.graph.nodes)
-    y = torch.randn(3, 4)
-    assert torch.equal(
-        function(y),
-        F.batch_norm_act(y, None, None, training=True, activation="silu", residual=y),
-    )
