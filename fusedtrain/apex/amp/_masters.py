@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._torch_private import foreach_copy_
-from ._raw import raw_grad
 
 _DEVICE = attrgetter("device")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -55,10 +54,6 @@ class Masters:
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of master and parameter."""
         return zip(self.masters, self.params, strict=True)
-
-    def have_grads(self) -> bool:
-        """Whether an earlier backward pass has made masters' gradients."""
-        return any(raw_grad(master) is not None for master in self.masters)
 
     def check_devices(self) -> None:
         """Raises RuntimeError if the model has moved to another device."""

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..amp._gradients import ScaledGradients
-from ..amp._loss_scaler import LossScaler
-from ..amp._overflow_messages import Notices
+from ..amp._loss_scaler import LossScaler, Notices
 from .master_params import clip_grad_norm
 
 
@@ -101,14 +100,13 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Ends passes with update_master_grads=False: checks, updates the scale, unscales."""
         scale = self._gradients.scaled_by
-        if scale is None or self._gradients.checked:
+        if scale is None:
             return
-        overflow = self._gradients.finish(scale, check=self.loss_scaler.dynamic)
-        if overflow is None:
-            self.loss_scaler.update(scale)
+        overflow = self._gradients.finish(scale)
+        self.loss_scaler.update_after(overflow)
+        if not self.loss_scaler.dynamic:
             self._overflow = False
             return
-        self.loss_scaler.update(overflow)
         self._gradients.add_overflow(overflow)
         self._overflow = overflow
         if self.verbose:
@@ -188,7 +186,6 @@ class FP16_Optimizer:
             if self.overflow and self.loss_scale >= before:
                 raise RuntimeError(f"gradients are not finite at a loss scale of {before} either")
         self._gradients.found_inf = None
-        self._gradients.unscale()
         return loss
 
     # --- attributes that scripts read
@@ -289,7 +286,7 @@ class FP16_Optimizer:
         if not isinstance(scaler, dict):  # the object that Apex pickled
             scaler = {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.loss_scaler._restart(float(scaler["loss_scale"]), int(scaler["unskipped"]))
+        self.loss_scaler.restart(float(scaler["loss_scale"]), int(scaler["unskipped"]))
         self.loss_scaler.dynamic = self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self._overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
