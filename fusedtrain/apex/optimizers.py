@@ -141,7 +141,7 @@ class FusedSGD(ApexOptimizer):
     """Apex's ``FusedSGD``: SGD with momentum, as `torch.optim.SGD`, or with decay after momentum.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        params, set_grad_none, options: as in `FusedAdam`.
         lr: learning rate, a number or a tensor of one element; may be given by group instead.
         momentum: momentum factor.
         dampening: dampening of the gradient in the momentum buffer, except at the first step.
@@ -149,8 +149,6 @@ class FusedSGD(ApexOptimizer):
         nesterov: Nesterov momentum.
         wd_after_momentum: adds the penalty to the update, not to the momentum.
         materialize_master_grads: an attribute for ``amp``; without effect on a step.
-        set_grad_none: `zero_grad` makes gradients None instead of 0.
-        options: see `FusedOptions`.
 
     Raises:
         ValueError: for values out of range.
@@ -201,13 +199,10 @@ class FusedAdagrad(ApexOptimizer):
     """Apex's ``FusedAdagrad``: Adagrad with an L2 penalty or decoupled weight decay.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
+        params, lr, set_grad_none, options: as in `FusedAdam`.
         eps: added to the root of the sum of squares.
         weight_decay: L2 penalty; with `adagrad_w_mode` the fraction of lr that weights shrink by.
-        set_grad_none: `zero_grad` makes gradients None instead of 0.
         adagrad_w_mode: see above.
-        options: see `FusedOptions`.
 
     Raises:
         ValueError: for values out of range.

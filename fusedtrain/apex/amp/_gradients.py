@@ -217,11 +217,12 @@ class ScaledGradients:
 
     # --- the step
 
-    def add_overflow(self, overflow: Tensor) -> None:
-        """Skips the next step if the 0-dim `overflow` is not 0."""
+    def add_overflow(self, overflow: Tensor) -> Tensor:
+        """Skips the next step if the 0-dim `overflow` is not 0. Returns that of all passes."""
         if self.found_inf is not None:
             overflow = torch.maximum(self.found_inf.to(overflow.device), overflow)
         self.found_inf = overflow
+        return overflow
 
     def step(self, original: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Makes the optimizer's step, or skips it after infs and NaNs.
@@ -241,7 +242,9 @@ class ScaledGradients:
                 "the gradients are still scaled: the last backward pass before optimizer.step() "
                 "must be under amp.scale_loss without delay_unscale"
             )
-        found_inf, self.found_inf = self.found_inf, None
+        found_inf = self.found_inf
+        if not self.accumulates:
+            self.found_inf = None
         try:
             if self.fused:  # writes the rounded masters itself
                 self.optimizer.found_inf = found_inf
@@ -285,8 +288,8 @@ class ScaledGradients:
         _drop([*self.masters.params, *self.masters.masters])
         self.scaled_by = None  # zeroed gradients need no unscaling
         self._before = []
-        if self.accumulates:
-            self.found_inf = None  # FP16_Optimizer forgets earlier passes; amp, like Apex, does not
+        if self.accumulates:  # FP16_Optimizer; amp, like Apex, forgets at a step
+            self.found_inf = None
         yield
 
 

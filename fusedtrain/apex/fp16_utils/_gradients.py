@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..._torch_private import foreach_copy_, foreach_norm
+from ..._torch_private import foreach_copy_
 
 
 def refuse_sparse(params: Iterable[Tensor], argument: str) -> None:
@@ -40,21 +40,10 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is inf or NaN; the host waits once for each device.
-
-    Reads the largest magnitude of each tensor, which is one of its elements: unlike a sum it cannot
-    overflow, and it is NaN if an element is.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        if tensor.numel():  # an empty tensor has no largest element
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    """Whether no element is inf or NaN; the host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
-    for (device, _), group in groups.items():
-        largest = torch.stack(foreach_norm(group, float("inf")))
-        flags.setdefault(device, []).append(largest.isfinite().all())
+    for tensor in tensors:
+        flags.setdefault(tensor.device, []).append(tensor.isfinite().all())
     # Each device gets its work before the host waits for the first.
     finite = [torch.stack(some).all() for some in flags.values()]
     return all(map(bool, finite))

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ..amp._gradients import ScaledGradients
 from ..amp._loss_scaler import LossScaler, Notices
+from ..amp._masters import HALF_DTYPES
 from .master_params import clip_grad_norm
 
 
 class FP16_Optimizer:
     """Steps float32 masters of a half-precision model, as Apex's ``FP16_Optimizer`` did.
 
-    Float32 masters replace the 16-bit parameters in `init_optimizer`. An optimizer of fusedtrain
-    checks, unscales and updates in its two sweeps, and nothing waits for the device. Reading
-    gradients before the step unscales them. ``loss_scaler`` is amp's.
+    Float32 masters replace the 16-bit parameters in `init_optimizer`. `backward` unscales gradients
+    and adds them to the masters'. A step of a fusedtrain optimizer waits for nothing.
 
     Args:
         init_optimizer: an optimizer of torch.optim, fusedtrain.optim or the like.
@@ -56,13 +56,12 @@ class FP16_Optimizer:
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        for group in init_optimizer.param_groups:
-            for p in group["params"]:
-                if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-                    raise TypeError(
-                        "Wrapped parameters must be torch.float16, torch.bfloat16 or "
-                        f"torch.float32. Received {p.dtype}"
-                    )
+        for p in (p for group in init_optimizer.param_groups for p in group["params"]):
+            if p.dtype not in (*HALF_DTYPES, torch.float32):
+                raise TypeError(
+                    "Wrapped parameters must be torch.float16, torch.bfloat16 or torch.float32. "
+                    f"Received {p.dtype}"
+                )
         scale: float | str = "dynamic" if dynamic_loss_scale else static_loss_scale
         self.loss_scaler = LossScaler(scale, **(dynamic_loss_args or {}))
         self.dynamic_loss_scale = dynamic_loss_scale
@@ -103,11 +102,13 @@ class FP16_Optimizer:
         if scale is None:
             return
         overflow = self._gradients.finish(scale)
-        self.loss_scaler.update_after(overflow)
         if not self.loss_scaler.dynamic:
+            self.loss_scaler.update_after(overflow)
             self._overflow = False
             return
-        self._gradients.add_overflow(overflow)
+        # Until zero_grad infs and NaNs stay in the masters' gradients: each later pass overflows.
+        overflow = self._gradients.add_overflow(overflow)
+        self.loss_scaler.update_after(overflow)
         self._overflow = overflow
         if self.verbose:
             self._notices.add(overflow, self.loss_scaler.scale_on(scale.device), 0)
@@ -221,19 +222,21 @@ class FP16_Optimizer:
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """`all_fp16_params` by group."""
-        param_of = self._gradients.masters.param_of
-        return [[param_of[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
+        low = self._gradients.masters.param_of
+        return [[low[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """`all_fp32_from_fp16_params` by group."""
-        param_of = self._gradients.masters.param_of
-        return [[p for p in group["params"] if id(p) in param_of] for group in self.param_groups]
+        return self._by_group(self.all_fp32_from_fp16_params)
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """`all_fp32_from_fp32_params` by group."""
-        wanted = set(map(id, self.all_fp32_from_fp32_params))
+        return self._by_group(self.all_fp32_from_fp32_params)
+
+    def _by_group(self, params: list[Tensor]) -> list[list[Tensor]]:
+        wanted = set(map(id, params))
         return [[p for p in group["params"] if id(p) in wanted] for group in self.param_groups]
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain.apex.fp16_utils import FP16_Optimizer, network_to_half
+from fusedtrain.apex.optimizers import FusedSGD
 from helpers.amp_runs import (
     ApexScale,
     gradients_alike,
@@ -25,7 +26,7 @@ from helpers.amp_runs import (
 ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-KINDS = {"torch": torch.optim.SGD, "fused": fusedtrain.optim.SGD}
+KINDS = {"torch": torch.optim.SGD, "fused": FusedSGD}
 ARGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 
 
@@ -252,7 +253,10 @@ def test_a_batch_that_is_dropped_after_an_overflow(kind: str) -> None:
     model, optimizer = start(kind, dynamic_loss_scale=True)
     before = model[1][4].weight.detach().clone()
     optimizer.backward(overflowing(loss_of(model)))
+    optimizer.backward(loss_of(model))  # adds to infs and NaNs
     assert optimizer.overflow
+    optimizer.step()
+    assert torch.equal(model[1][4].weight, before)
     optimizer.zero_grad()
     optimizer.backward(loss_of(model))
     optimizer.step()
