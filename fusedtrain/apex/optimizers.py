@@ -1,9 +1,8 @@
 """The optimizers of NVIDIA's Apex (``apex.optimizers``), on any device.
 
-Constructors, attributes and parameter groups are Apex's, and its checkpoints load, as do those of
-the optimizers of torch that have the same states, with their options. Steps are those
-of `fusedtrain.optim.FusedOptimizer`, for which `fusedtrain.amp.GradScaler` does not wait. Apex's
-formulas are in its ``csrc/multi_tensor_*.cu``.
+Constructors, attributes and parameter groups are Apex's. Checkpoints of Apex load, and those of
+torch's optimizers with the same states. Steps are those of `fusedtrain.optim.FusedOptimizer`;
+`fusedtrain.amp.GradScaler` does not wait for them. Formulas: Apex's ``csrc/multi_tensor_*.cu``.
 """
 
 from __future__ import annotations

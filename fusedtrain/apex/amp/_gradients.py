@@ -98,7 +98,7 @@ class ScaledGradients:
             self.optimizer._write_low_precision(self.masters.param_of)
 
     def follow_parameters(self) -> None:
-        """Masters take what others have written to the model, before they are read."""
+        """Updates masters of parameters that others have written to, before masters are read."""
         if self.fused:
             self.optimizer._follow_parameters()
         else:

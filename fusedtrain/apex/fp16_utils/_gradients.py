@@ -23,19 +23,9 @@ def refuse_sparse(params: Iterable[Tensor], argument: str) -> None:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source to its target, by index whatever their strides, and converts it.
-
-    One call for all pairs of the same devices and dtypes: for mixed dtypes torch's kernel would
-    copy one tensor at a time.
-    """
-    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        key = (target.device, target.dtype, source.device, source.dtype)
-        to, of = groups.setdefault(key, ([], []))
-        to.append(target)
-        of.append(source)
-    for to, of in groups.values():
-        foreach_copy_(to, of)
+    """Copies each source to its target, by index whatever their strides, and converts it."""
+    if targets:
+        foreach_copy_(list(targets), list(sources))
 
 
 @torch.no_grad()

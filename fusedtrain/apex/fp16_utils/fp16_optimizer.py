@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._apex_optimizer import attribute_of
 from ..amp._gradients import ScaledGradients
 from ..amp._loss_scaler import LossScaler, Notices
 from ..amp._masters import HALF_DTYPES
@@ -200,24 +201,10 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state, of masters."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, with masters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state: Any = attribute_of("optimizer", "state", "The inner optimizer's state, of masters.")
+    param_groups: Any = attribute_of(
+        "optimizer", "param_groups", "The inner optimizer's groups, with masters."
+    )
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
