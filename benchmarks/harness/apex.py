@@ -24,7 +24,6 @@ from fusedtrain.advisor.bench.amp_step import GATE_SCALE, GATE_STEPS, NEVER
 from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
 from fusedtrain.apex import amp
 from fusedtrain.apex.amp._functions import switch_autocast
-from fusedtrain.apex.amp._raw import set_raw_grad
 from fusedtrain.apex.optimizers import FusedAdam, FusedSGD
 
 SCALE = 2.0**16  # where amp starts
@@ -286,7 +285,7 @@ def _scaled(
 def _put(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """As backward leaves them: it knows nothing of Python's ``.grad``."""
     for p, g in zip(params, grads, strict=True):
-        set_raw_grad(p, g)
+        p.grad = g
 
 
 def _ready(
@@ -307,7 +306,7 @@ def _ready(
         switch_autocast(casts)
         optimizer.zero_grad(set_to_none=True)
         for p in params:
-            set_raw_grad(p, None)
+            p.grad = None
         torch._foreach_copy_(grads, kept)
         if device == "cuda":  # the host's work is not to hide behind these copies
             torch.cuda.synchronize()

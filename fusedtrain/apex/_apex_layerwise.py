@@ -21,20 +21,13 @@ class FusedLAMB(ApexOptimizer, LAMB):
     """Apex's ``FusedLAMB`` (arXiv 1904.00962): Adam's update, scaled by |p| / |update|.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
-        bias_correction: corrects the averages for their start at 0.
-        betas: decays of the averages of the gradient and of its square.
-        eps: added to the denominator.
+        params, lr, bias_correction, betas, eps, amsgrad, set_grad_none, options: as in `FusedAdam`.
         weight_decay: L2 penalty of the update. Groups without it are not scaled, unless
             `use_nvlamb`.
-        amsgrad: not supported, as in Apex.
         adam_w_mode: False puts the penalty into the clipped gradient, before the averages.
         grad_averaging: multiplies the gradient by 1 - beta1 in its average.
-        set_grad_none: `zero_grad` makes gradients None instead of 0.
         max_grad_norm: norm that all gradients together are clipped to, or None.
         use_nvlamb: scales groups without weight decay too.
-        options: see `FusedOptions`.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `amsgrad`.
@@ -93,21 +86,17 @@ class FusedNovoGrad(ApexOptimizer, NovoGrad):
     norms by group, load.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
+        params, lr, weight_decay, amsgrad, set_grad_none, options: as in `FusedAdam`; the decay is
+            an L2 penalty.
         bias_correction: divides the average by 1 - beta1^t, and the norm by sqrt(1 - beta2^t).
         betas: decays of the averages of the gradient and of its squared norm.
         eps: added to the norm.
-        weight_decay: L2 penalty.
-        amsgrad: not supported, as in Apex.
         reg_inside_moment: averages gradients after they are divided by the norm and penalised.
             Otherwise plain gradients are averaged, and the average is divided and penalised.
         grad_averaging: multiplies the averaged term by 1 - beta1.
         norm_type: 2. Apex's other norm, 0 for the largest magnitude, is not supported: the sweep
             over gradients does not measure it.
         init_zero: norms start at 0, instead of at the first gradient's.
-        set_grad_none: `zero_grad` makes gradients None instead of 0.
-        options: see `FusedOptions`.
 
     Raises:
         ValueError: for values out of range. RuntimeError: for `amsgrad` and other norms.

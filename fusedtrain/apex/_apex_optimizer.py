@@ -1,4 +1,4 @@
-"""The base of Apex's optimizers."""
+"""The base of Apex's optimizers, and a helper of optimizers around others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..optim import FusedOptimizer
+
+
+def attribute_of(inner: str, name: str, doc: str) -> Any:
+    """A property that reads and writes an attribute of the optimizer under the name `inner`."""
+
+    def write(optimizer: Any, value: Any) -> None:
+        setattr(getattr(optimizer, inner), name, value)
+
+    return property(lambda optimizer: getattr(getattr(optimizer, inner), name), write, doc=doc)
 
 
 class ApexOptimizer(FusedOptimizer):

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedtrain.apex", description=__doc__)
     parser.add_argument("script", help="path of the script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    with quiet_pipe():  # of the help; what the script prints is its own affair
+    with quiet_pipe():  # for the help alone, not for the script's output
         options = parser.parse_args(argv)
     if not Path(options.script).exists():
         parser.error(f"there is no file {options.script}")

@@ -16,6 +16,7 @@ from .._torch_private import (
     group_tensors_by_device_and_dtype,
 )
 from ..optim._checks import check_not_negative
+from ._apex_optimizer import attribute_of
 
 __all__ = ["LARC"]
 
@@ -88,23 +89,8 @@ class LARC(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-    @property
-    def state(self) -> Any:
-        """States of the optimizer."""
-        return self.optim.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optim.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the optimizer."""
-        return self.optim.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = value
+    state: Any = attribute_of("optim", "state", "States of the optimizer.")
+    param_groups: Any = attribute_of("optim", "param_groups", "Groups of the optimizer.")
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state_dict: LARC has no state."""

@@ -1,9 +1,8 @@
 """The optimizers of NVIDIA's Apex (``apex.optimizers``), on any device.
 
-Constructors, attributes and parameter groups are Apex's, and its checkpoints load, as do those of
-the optimizers of torch that have the same states, with their options. Steps are those
-of `fusedtrain.optim.FusedOptimizer`, for which `fusedtrain.amp.GradScaler` does not wait. Apex's
-formulas are in its ``csrc/multi_tensor_*.cu``.
+Constructors, attributes and parameter groups are Apex's. Checkpoints of Apex load, and those of
+torch's optimizers with the same states. Steps are those of `fusedtrain.optim.FusedOptimizer`;
+`fusedtrain.amp.GradScaler` does not wait for them. Formulas: Apex's ``csrc/multi_tensor_*.cu``.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class FusedSGD(ApexOptimizer):
     """Apex's ``FusedSGD``: SGD with momentum, as `torch.optim.SGD`, or with decay after momentum.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
+        params, set_grad_none, options: as in `FusedAdam`.
         lr: learning rate, a number or a tensor of one element; may be given by group instead.
         momentum: momentum factor.
         dampening: dampening of the gradient in the momentum buffer, except at the first step.
@@ -149,8 +148,6 @@ class FusedSGD(ApexOptimizer):
         nesterov: Nesterov momentum.
         wd_after_momentum: adds the penalty to the update, not to the momentum.
         materialize_master_grads: an attribute for ``amp``; without effect on a step.
-        set_grad_none: `zero_grad` makes gradients None instead of 0.
-        options: see `FusedOptions`.
 
     Raises:
         ValueError: for values out of range.
@@ -201,13 +198,10 @@ class FusedAdagrad(ApexOptimizer):
     """Apex's ``FusedAdagrad``: Adagrad with an L2 penalty or decoupled weight decay.
 
     Args:
-        params: parameters, or groups of them, float32, float64, float16 or bfloat16.
-        lr: learning rate, a number or a tensor of one element.
+        params, lr, set_grad_none, options: as in `FusedAdam`.
         eps: added to the root of the sum of squares.
         weight_decay: L2 penalty; with `adagrad_w_mode` the fraction of lr that weights shrink by.
-        set_grad_none: `zero_grad` makes gradients None instead of 0.
         adagrad_w_mode: see above.
-        options: see `FusedOptions`.
 
     Raises:
         ValueError: for values out of range.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
-from operator import attrgetter, is_
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,23 +32,12 @@ from . import _distributed
 from ._checkpoints import Checkpoints
 from ._checks import check_parameter, check_written, is_supported
 from ._options import WRITE_BACK
-from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device, versions
-from ._release import GradientsOf
+from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients
 # Read from hundreds of tensors several times a step: `map` takes a third of a loop's time.
 _GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
-
-
-class _Ahead(NamedTuple):
-    """The results of `FusedOptimizer._measure`, for the gradients that the next step will use."""
-
-    measures: int
-    plans: list[Plan]
-    grads: list[list[Tensor]]
-    versions: list[int]  # of the measured tensors
-    sums: list[Tensor]
 
 
 class FusedOptimizer(Checkpoints):
@@ -57,12 +46,10 @@ class FusedOptimizer(Checkpoints):
     # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
     _step_supports_amp_scaling = True
 
-    # The getter of the parameters' gradients, and, by the id of a master weight in `param_groups`,
-    # the model's 16-bit parameter, which the step writes too. Scripts may write to such masters.
-    _gradients_of: GradientsOf = staticmethod(lambda params: list(map(_GRAD, params)))
+    # By the id of a master weight in `param_groups`, the model's 16-bit parameter, which the step
+    # writes too. Scripts may write to such masters.
     _low_precision = MappingProxyType({})
-    _ahead: _Ahead | None = None
-    _unscaled_by_reading = False  # fusedtrain.apex.amp: whether ``.grad`` gives unscaled gradients
+    grad_scale: Tensor  # only during a step of a GradScaler
 
     # Each optimizer may define, besides what `Options` lists:
     _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
@@ -119,11 +106,8 @@ class FusedOptimizer(Checkpoints):
                 raise RuntimeError("agc is not supported for sharded parameters or several devices")
             _distributed.step(calls, trial)
         else:
-            known = self._sums_ahead(measures, plans, grads) if measures else None
-            for i, (plan, arguments) in enumerate(calls):
-                sums = None if known is None else known[i]
-                plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, sums, None)
-        self._ahead = None
+            for plan, arguments in calls:
+                plan.sums = torch.ops.fusedtrain.optimizer_step(*arguments, None, None)
         for plan, plan_grads in zip(plans, grads, strict=True):
             increment_version(plan.written)
             increment_version(plan.states)
@@ -155,9 +139,8 @@ class FusedOptimizer(Checkpoints):
         grads: list[list[Tensor]],
         options: StepOptions,
         groups: list[Numbers],
-        stateless: bool = False,
     ) -> list[tuple[Plan, list[Any]]]:
-        """The arguments of each plan's call; a call that only measures needs no states."""
+        """The arguments of each plan's call."""
         lrs: list[Tensor] = []
         rows = [options.row(), *(group.row(lrs) for group in groups)]
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -165,66 +148,15 @@ class FusedOptimizer(Checkpoints):
         calls = []
         for plan, plan_grads in zip(plans, grads, strict=True):
             device = plan.store.control.device
-            large = (plan.states, plan.masters, plan.averages)
-            states: tuple[list[Tensor], ...] = ([], [], []) if stateless else large
             arguments: list[Any] = [
-                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, *states,
-                [on_device(lr, device) for lr in lrs], plan.store.scalars, plan.store.control,
-                table if len(plans) == 1 else table.clone(),
-                plan.stateless_rows if stateless else plan.rows,
+                RULE_NUMBERS[self._rule], plan.local_params, plan_grads, plan.states, plan.masters,
+                plan.averages, [on_device(lr, device) for lr in lrs], plan.store.scalars,
+                plan.store.control, table if len(plans) == 1 else table.clone(), plan.rows,
                 on_device(scale, device), on_device(found_inf, device),
             ]  # fmt: skip
             calls.append((plan, arguments))
-            if not stateless:
-                plan.follow_parameters()
+            plan.follow_parameters()
         return calls
-
-    @torch.no_grad()
-    def _measure(self, scale: Tensor) -> Tensor:
-        """Looks for infs and NaNs ahead of the step, which then reads the gradients only once.
-
-        Args:
-            scale: the gradients' loss scale, 0-dim float32.
-
-        Returns:
-            0-dim float32 on the device of `scale`: 0 if all gradients are finite.
-        """
-        self._ahead = None
-        self.grad_scale = scale
-        try:
-            measures = self._measures()
-            stateless = not measures & MEASURE_PARAMETERS
-            plans, grads = self._plans_and_gradients(stateless)
-            if not plans:
-                return torch.zeros_like(scale)
-            options = self._step_options(measures, self._writeback(), trial=False)
-            groups = list(map(self._numbers, self.param_groups))
-            calls = self._calls(plans, grads, options, groups, stateless)
-        finally:
-            del self.grad_scale
-        sums = [torch.ops.fusedtrain.measure_gradients(*arguments) for _, arguments in calls]
-        if len(plans) == 1 and not plans[0].distributed and self._fused_options["agc"] is None:
-            self._ahead = _Ahead(measures, plans, grads, versions(measures, plans, grads), sums)
-        for plan, some in zip(plans, sums, strict=True):
-            if plan.distributed:
-                _distributed.sum_over_ranks(some, plan.params)
-        overflows = [some.select(1, 0).any().to(scale.device, scale.dtype) for some in sums]
-        return overflows[0] if len(overflows) == 1 else torch.stack(overflows).amax()
-
-    def _sums_ahead(
-        self, measures: int, plans: list[Plan], grads: list[list[Tensor]]
-    ) -> list[Tensor] | None:
-        """The sums of `_measure`, if it measured these gradients and parameters."""
-        ahead = self._ahead
-        if (
-            ahead is None
-            or ahead.measures != measures
-            or not all(map(is_, ahead.plans, plans))
-            or not all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(ahead.grads, grads))
-            or ahead.versions != versions(measures, plans, grads)
-        ):
-            return None
-        return ahead.sums
 
     def _measures(self) -> int:
         measures = self._norms
@@ -242,27 +174,21 @@ class FusedOptimizer(Checkpoints):
         """The write-back of this step; "none" if the gradients already hold its values."""
         options = self._fused_options
         kind: str = options["gradient_writeback"]
-        scaled = getattr(self, "grad_scale", None) is not None and not self._unscaled_by_reading
+        scaled = getattr(self, "grad_scale", None) is not None
         clips = self._clip_norm() != 0 or options["agc"] is not None
         return "none" if kind == "unscaled" and not scaled and not clips else kind
 
     def _clip_norm(self) -> float:
         return self._fused_options["max_grad_norm"] or 0.0
 
-    def _plans_and_gradients(
-        self, stateless: bool = False
-    ) -> tuple[list[Plan], list[list[Tensor]]]:
-        """The plans, one per device, of the parameters that have gradients; and the gradients.
-
-        Args:
-            stateless: for a call without states: plans with outdated states fit, too.
-        """
+    def _plans_and_gradients(self) -> tuple[list[Plan], list[list[Tensor]]]:
+        """The plans, one per device, of the parameters that have gradients; and the gradients."""
         params: list[Tensor] = []
         groups: list[int] = []
         for number, group in enumerate(self.param_groups):
             params += group["params"]
             groups += [number] * len(group["params"])
-        all_grads = self._gradients_of(params)
+        all_grads = list(map(_GRAD, params))
         grads = [grad for grad in all_grads if grad is not None]
         if len(grads) != len(params):
             have = [grad is not None for grad in all_grads]
@@ -277,7 +203,7 @@ class FusedOptimizer(Checkpoints):
         needs = self._state_needs()
         known_groups, plans = self._plans.get(key, ((), []))
         if known_groups != groups or not all(
-            plan.needs == needs and plan.fits(self.state, stateless) for plan in plans
+            plan.needs == needs and plan.fits(self.state) for plan in plans
         ):
             plans = self._build(params, groups, needs)
             if len(self._plans) >= _PLANS_KEPT:
@@ -349,6 +275,5 @@ class FusedOptimizer(Checkpoints):
         self._plans: dict[tuple[int, ...], tuple[Any, list[Plan]]] = {}
         self._stores: dict[torch.device, Store] = {}
         self._last = []
-        self._ahead = None
         self._measured = False
         self._loaded = {id(p) for p, p_state in self.state.items() if p_state}

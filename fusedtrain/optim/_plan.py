@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from .._graph.warning import level_outside
 from ..reference.optimizer_rules import RULES
 from ..reference.optimizers import (
     MAX_STATES,
-    MEASURE_PARAMETERS,
     SCALARS,
     Control,
     GroupOptions,
@@ -27,7 +25,6 @@ from ._distributed import is_distributed, local, shard_number
 from ._masters import MASTER, Versions, correction_dtype, is_correction, take_other_form
 
 RULE_NUMBERS = {rule.name: number for number, rule in enumerate(RULES)}
-_VERSION = attrgetter("_version")
 _DROPS = 3  # once or twice others may load a checkpoint
 _State = dict[str, Any]  # the entry of a parameter in the optimizer's state
 
@@ -124,17 +121,6 @@ class Needs(NamedTuple):
         return code_dtype(self.rule, self.slots[group], which, p)
 
 
-def versions(measures: int, plans: list[Plan], grads: list[list[Tensor]]) -> list[int]:
-    """The versions of the tensors that a sweep for these measures reads."""
-    tensors = list(chain(*grads))
-    if measures & MEASURE_PARAMETERS:
-        tensors += chain(*(plan.written for plan in plans))
-    try:
-        return list(map(_VERSION, tensors))
-    except RuntimeError:  # tensors made in inference mode have none
-        return [0 if t.is_inference() else t._version for t in tensors]
-
-
 def _is_of_others(buffer: Tensor, known: Tensor | None) -> bool:
     """Whether somebody else has set a buffer. A copy of one that no step has filled is zero."""
     return buffer is not known and bool(local(buffer).any())
@@ -215,8 +201,6 @@ class Plan:
             self.dicts.append(state.get(p))
             rows.append(row)
         self.rows = torch.tensor(rows, dtype=torch.int64, device="cpu")
-        self.stateless_rows = self.rows.clone()
-        self.stateless_rows[:, 2:] = -1
         # A step increments the versions of these tensors.
         self.written = [
             *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
@@ -224,14 +208,11 @@ class Plan:
         self.places = _places(self.written)
         self.all_dicts: list[int] | None = None  # ids; not looked at yet
 
-    def fits(self, state: dict[Tensor, _State], stateless: bool = False) -> bool:
+    def fits(self, state: dict[Tensor, _State]) -> bool:
         """Whether memory and states are still those that the plan was built for.
 
-        ResNet-50's 161 parameters take 60 us; loops in Python would take 200. A call without states
-        takes any strides: only the parameters' addresses must be the same.
+        ResNet-50's 161 parameters take 60 us; loops in Python would take 200.
         """
-        if stateless and not self.distributed:
-            return list(map(Tensor.data_ptr, self.written)) == self.places[0]
         # Hashing a tensor is a call to Python: look tensors up only if a dictionary has changed.
         all_dicts = list(map(id, state.values()))
         if all_dicts != self.all_dicts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from threading import RLock
 from typing import Any
 
@@ -24,14 +24,11 @@ from ._release_checks import (
     is_released,
 )
 
-GradientsOf = Callable[[list[Tensor]], list[Tensor | None]]
-
 
 class Releases(Options):
     """The part of `FusedOptimizer` that steps within backward."""
 
     _release: GradientRelease | None = None
-    _gradients_of: GradientsOf
 
     def release_gradients(self, model: nn.Module) -> GradientRelease:
         """Updates each parameter of the model within backward, and frees its gradient at once.
@@ -104,11 +101,9 @@ class Releases(Options):
         self._release = GradientRelease(self, params)
         return self._release
 
-    def _read_gradients(
-        self, gradients_of: GradientsOf, low_precision: Mapping[int, Tensor]
-    ) -> None:
-        """Sets `_gradients_of` and `_low_precision`, for `apex.amp`."""
-        self._gradients_of, self._low_precision = gradients_of, low_precision
+    def _write_low_precision(self, low_precision: Mapping[int, Tensor]) -> None:
+        """Sets `_low_precision`, for `apex.amp`."""
+        self._low_precision = low_precision
         self._forget()
 
     def _check_closed(self, what: str) -> None:

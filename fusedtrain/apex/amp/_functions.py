@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -68,8 +68,22 @@ def disable_casts() -> Iterator[None]:
         _amp_state.casts_disabled -= 1
 
 
-def _casting() -> bool:
-    return bool(_amp_state.devices) and not _amp_state.casts_disabled
+def _wrapped(fn: F, dtype: torch.dtype | None, autocasts: bool = True) -> F:
+    """The function with arguments cast to `dtype` (None: the widest among them), under O1."""
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not _amp_state.devices or _amp_state.casts_disabled:
+            return fn(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+        if dtype is None and not dtypes:
+            return fn(*args, **kwargs)
+        target = dtype or functools.reduce(torch.promote_types, dtypes)
+        with nullcontext() if autocasts else without_autocast():
+            return fn(*cast(args, target), **cast(kwargs, target))
+
+    return wrapper  # type: ignore[return-value]
 
 
 def half_function(fn: F) -> F:
@@ -85,14 +99,7 @@ def half_function(fn: F) -> F:
         >>> product(torch.ones(2), torch.ones(2)).dtype  # before amp.initialize, or under O2
         torch.float32
     """
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _casting():
-            return fn(*args, **kwargs)
-        return fn(*cast(args, torch.float16), **cast(kwargs, torch.float16))
-
-    return wrapper  # type: ignore[return-value]
+    return _wrapped(fn, torch.float16)
 
 
 def float_function(fn: F) -> F:
@@ -110,15 +117,7 @@ def float_function(fn: F) -> F:
         torch.float32
         >>> model = amp.initialize(model, enabled=False)  # no casts from here on
     """
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _casting():
-            return fn(*args, **kwargs)
-        with without_autocast():
-            return fn(*cast(args, torch.float32), **cast(kwargs, torch.float32))
-
-    return wrapper  # type: ignore[return-value]
+    return _wrapped(fn, torch.float32, autocasts=False)
 
 
 def promote_function(fn: F) -> F:
@@ -136,20 +135,7 @@ def promote_function(fn: F) -> F:
         (torch.float32, torch.float32)
         >>> model = amp.initialize(model, enabled=False)  # no casts from here on
     """
-
-    @functools.wraps(fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        dtypes = [
-            value.dtype
-            for value in (*args, *kwargs.values())
-            if isinstance(value, Tensor) and value.is_floating_point()
-        ]
-        if not _casting() or not dtypes:
-            return fn(*args, **kwargs)
-        widest = functools.reduce(torch.promote_types, dtypes)
-        return fn(*cast(args, widest), **cast(kwargs, widest))
-
-    return wrapper  # type: ignore[return-value]
+    return _wrapped(fn, None)
 
 
 def _register(module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
@@ -172,28 +158,12 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Applies `float_function` to ``module.name`` at the next `initialize` with O1.
-
-    Args:
-        module: a module, class or other object that holds the function.
-        name: the function's name in `module`.
-
-    Raises:
-        ValueError: if `module` has no such attribute.
-    """
+    """As `register_half_function`, with `float_function`."""
     _register(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Applies `promote_function` to ``module.name`` at the next `initialize` with O1.
-
-    Args:
-        module: a module, class or other object that holds the function.
-        name: the function's name in `module`.
-
-    Raises:
-        ValueError: if `module` has no such attribute.
-    """
+    """As `register_half_function`, with `promote_function`."""
     _register(module, name, promote_function)
 
 

@@ -1,33 +1,108 @@
-"""The gradients of one optimizer between a scaled backward pass and its step.
+"""The gradients of one optimizer between a scaled backward pass and its step, as Apex has them.
 
-Apex unscaled gradients after each backward pass: one more pass over memory. For an optimizer of
-fusedtrain gradients stay scaled, and the step's second sweep divides. Reading ``.grad`` before the
-step, to clip or to log, unscales all gradients (`LazyParameter`). Other optimizers' gradients are
-unscaled at once.
+Gradients are unscaled at the end of `scale_loss`, and added to those of earlier passes. With
+`delay_unscale` they stay scaled until a later pass without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from ..._torch_private import is_view
-from ._gradient_state import GradientState
-from ._raw import NotedGradients, raw_grad, set_raw_grad
+from ..._torch_private import foreach_mul_, is_view, unscale_
+from ...optim import FusedOptimizer
+from ._masters import Masters
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
+_living: WeakSet[ScaledGradients] = WeakSet()
 
 
-class ScaledGradients(GradientState):
+class ScaledGradients:
     """The stash that `initialize` adds to an optimizer.
 
     A backward pass runs between `prepare` and `finish` (or `delay`, `abort`). Any number of passes
     may come before a step.
+
+    Args:
+        optimizer: any torch optimizer.
+        with_masters: whether float32 masters replace the optimizer's 16-bit parameters.
+        accumulates: whether masters' gradients stay until zero_grad, as torch's do. In Apex's amp
+            a step drops them.
+        values: see `Masters`.
     """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        with_masters: bool,
+        accumulates: bool = False,
+        values: Mapping[int, Tensor] = MappingProxyType({}),
+    ) -> None:
+        self.optimizer = optimizer
+        self.fused = isinstance(optimizer, FusedOptimizer)  # its step does not wait for the device
+        self.with_masters = with_masters
+        self.accumulates = accumulates
+        self.masters = Masters(values)
+        self.plain_params: list[Tensor] = []  # parameters in param_groups that are not masters
+        self.running = False  # whether a backward pass is running under `scale_loss`
+        self.retired = False
+        self.scaled_by: Tensor | None = None  # the scale of gradients whose unscaling is delayed
+        self.found_inf: Tensor | None = None  # not 0: a pass since the last step overflowed
+        # Gradients of `plain_params` before the pass: the tensors, and their values.
+        self._before: list[tuple[Tensor, Tensor] | None] = []
+        for owner in self._owners(p for group in optimizer.param_groups for p in group["params"]):
+            owner.retire()
+        saved = optimizer.state_dict() if optimizer.state else None
+        for group in optimizer.param_groups:
+            self._add(group)
+        if saved is not None:
+            optimizer.state.clear()
+            optimizer.load_state_dict(saved)  # casts states to the parameters' present dtypes
+        _living.add(self)
+
+    # --- parameters
+
+    def _owners(self, params: Iterable[Tensor]) -> list[ScaledGradients]:
+        """The other stashes that have any of these parameters."""
+        ids = set(map(id, params))
+        others = [other for other in _living if other is not self and not other.retired]
+        return [other for other in others if not ids.isdisjoint(map(id, other.plain_params))]
+
+    def retire(self) -> None:
+        """Leaves the parameters to another optimizer."""
+        if self.scaled_by is not None:
+            self._unscale(self.scaled_by)
+        self.retired = True
+
+    def add(self, group: dict[str, Any]) -> None:
+        """Takes over the parameters of a group.
+
+        Raises:
+            RuntimeError: for another optimizer's parameters. Nothing is modified.
+        """
+        if self._owners(group["params"]):
+            raise RuntimeError("a parameter of the group belongs to another optimizer already")
+        self._add(group)
+
+    def _add(self, group: dict[str, Any]) -> None:
+        if self.with_masters:
+            self.masters.replace_in(group)
+        self.plain_params += [p for p in group["params"] if id(p) not in self.masters.param_of]
+        if self.fused:
+            self.optimizer._write_low_precision(self.masters.param_of)
+
+    def follow_parameters(self) -> None:
+        """Updates masters of parameters that others have written to, before masters are read."""
+        if self.fused:
+            self.optimizer._follow_parameters()
+        else:
+            self.masters.follow_parameters(begun=True)
 
     # --- around a backward pass
 
@@ -45,89 +120,109 @@ class ScaledGradients(GradientState):
             )
         self.masters.check_devices()
         self.masters.begin()
-        if self.scaled_by is not None and not self.checked:
-            self._rescale(scale)
-            self.running = True
-            return
-        if self.scaled_by is not None:
-            self._refuse_foreign()
-        self.unscale()
         self.running = True
+        if self.scaled_by is not None:
+            self._rescale(scale)
+            return
         # Gradients may be views of DistributedDataParallel's buckets, which backward writes to
         # whatever .grad is.
-        self._places = [raw_grad(p) for p in self.plain_params]
-        self._before = [g.clone() if g is not None and is_view(g) else g for g in self._places]
-        self._zeros_before = []
-        for i, p in enumerate(self.plain_params) if self._zeros else ():
-            grad = self._before[i]
-            if grad is not None and self._zeros.has(p, grad, unchanged=True):
-                self._before[i] = None  # nothing to add
-                self._zeros_before.append((p, grad))
-        self._drop([*self.plain_params, *self.masters.params])
+        self._before = [
+            None if g is None else (g, g.clone() if is_view(g) else g)
+            for g in (p.grad for p in self.plain_params)
+        ]
+        _drop([*self.plain_params, *self.masters.params])
 
+    @torch.no_grad()
     def abort(self) -> None:
-        """Drops the gradients of a backward pass that raised."""
+        """Drops the gradients of a backward pass that raised, unless it added to delayed ones."""
+        if self.running and self.scaled_by is None:
+            _drop([*self.plain_params, *self.masters.params])
+            self._restore()
         self.running = False
-        if self._before is not None and self.scaled_by is None:
-            self._drop([*self.plain_params, *self.masters.params])
-            for p, old, place in zip(self.plain_params, self._before, self._places, strict=True):
-                if old is not None and place is not None:
-                    if place is not old:  # memory that the pass may have written to
-                        place.copy_(old)
-                    set_raw_grad(p, place)
-            self._restore_zeros()
-            self._before = None
 
     def delay(self, scale: Tensor) -> None:
         """Ends a backward pass whose gradients stay scaled."""
-        self.scaled_by, self.checked, self.stepped = scale, False, False
+        self.scaled_by = scale
         self.running = False
-        self._note_left()
 
-    def finish(self, scale: Tensor, check: bool) -> Tensor | None:
-        """Ends a backward pass. Returns not 0 if it left infs or NaNs; None without `check`.
+    @torch.no_grad()
+    def finish(self, scale: Tensor) -> Tensor:
+        """Ends a backward pass, and unscales. Returns not 0 if it left infs or NaNs.
 
         Raises:
             RuntimeError: for sparse gradients.
         """
-        raw = self._raw()
-        self._refuse_sparse(raw)
-        self._restore_zeros()
-        before = self._before or []
-        self._before, self.stepped, self.running = None, False, False
-        if self._may_stay_scaled(before, raw):
-            self._scaled_by, self.checked = scale, True  # without `_watch`: `_measure` reads first
-            try:
-                overflow = self.optimizer._measure(scale) if check else None
-            finally:
-                self._watch(True)
-            self._note_left()
-            return overflow
-        self.scaled_by = None
-        self._note_left()
-        new = [raw_grad(p) for p in self.plain_params]
+        for p in (*self.plain_params, *self.masters.params):
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"{type(self.optimizer).__name__}: a parameter of shape "
+                    f"{tuple(p.grad.shape)} has a sparse gradient, which amp.scale_loss does not "
+                    "unscale; use torch.amp.GradScaler and torch.optim, or a dense gradient "
+                    "(sparse=False)"
+                )
+        self.running = False
         overflow = self._unscale(scale)
-        for p, old, place, g in zip(self.plain_params, before, self._places, new):
-            if old is None or place is None:
+        self._restore()
+        return overflow
+
+    @torch.no_grad()
+    def _unscale(self, scale: Tensor) -> Tensor:
+        """Divides in place, and adds to the masters' gradients. Returns 0 if all are finite."""
+        self.scaled_by = None
+        grads = [p.grad for p in self.plain_params if p.grad is not None]
+        # The CUDA kernel takes no bfloat16: https://github.com/pytorch/pytorch/issues/127176.
+        divided = [g.float() if g.dtype is torch.bfloat16 else g for g in grads]
+        pairs = [(m, p.grad.float()) for m, p in self.masters.pairs() if p.grad is not None]
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        inverse_scale = scale.double().reciprocal().float()
+        for device, some in _by_device([*divided, *(wide for _, wide in pairs)]).items():
+            device_found_inf = torch.zeros((), dtype=torch.float32, device=device)
+            unscale_(some, device_found_inf, inverse_scale.to(device))
+            # A blocking copy: a CPU tensor is read at once.
+            found_inf = torch.maximum(found_inf, device_found_inf.to(found_inf.device))
+        for grad, wide in zip(grads, divided, strict=True):
+            if wide is not grad:
+                grad.copy_(wide)
+        for master, wide in pairs:
+            if master.grad is None:
+                master.grad = wide
+            else:
+                master.grad.add_(wide)
+        return found_inf
+
+    def _rescale(self, scale: Tensor) -> None:
+        """Brings delayed gradients to `scale`, if another loss has changed the scale."""
+        if self.scaled_by is not None and self.scaled_by is not scale:
+            ratio = scale / self.scaled_by
+            params = [*self.plain_params, *self.masters.params]
+            for device, grads in _by_device([p.grad for p in params if p.grad is not None]).items():
+                foreach_mul_(grads, ratio.to(device))
+            self.scaled_by = scale
+
+    def _restore(self) -> None:
+        """Adds the stashed gradients, in the memory that they were in."""
+        for p, stashed in zip(self.plain_params, self._before):
+            if stashed is None:
                 continue
-            if g is not None and is_view(g):  # stays a view of its bucket
-                g.add_(old)
+            place, old = stashed
+            if p.grad is not None and is_view(p.grad):  # stays a view of its bucket
+                p.grad.add_(old)
                 continue
             if place is not old:  # the script's own memory, or an unused part of a bucket
                 place.copy_(old)
-            if g is not None:
-                place.add_(g)
-            set_raw_grad(p, place)
-        self._places = []
-        return overflow if check else None
-
-    def _may_stay_scaled(self, before: list[Tensor | None], raw: list[Tensor]) -> bool:
-        if not self.lazy or any(g is not None for g in before) or self.masters.have_grads():
-            return False
-        # After its first backward pass DistributedDataParallel makes other buckets, once.
-        return not (self.unborn and any(map(is_view, raw)))
+            if p.grad is not None:
+                place.add_(p.grad)
+            p.grad = place
+        self._before = []
 
     # --- the step
+
+    def add_overflow(self, overflow: Tensor) -> Tensor:
+        """Skips the next step if the 0-dim `overflow` is not 0. Returns that of all passes."""
+        if self.found_inf is not None:
+            overflow = torch.maximum(self.found_inf.to(overflow.device), overflow)
+        self.found_inf = overflow
+        return overflow
 
     def step(self, original: Callable[..., Any], closure: Callable[[], Any] | None) -> Any:
         """Makes the optimizer's step, or skips it after infs and NaNs.
@@ -140,20 +235,20 @@ class ScaledGradients(GradientState):
                 "optimizer.step() within amp.scale_loss, where the gradients are still scaled: "
                 "call step() after the with statement"
             )
-        self.unborn = False
         if closure is not None:
             return self._step_with_closure(original, closure)
-        if self.scaled_by is not None and not self.checked and not self.stepped:
+        if self.scaled_by is not None:
             raise RuntimeError(
                 "the gradients are still scaled: the last backward pass before optimizer.step() "
                 "must be under amp.scale_loss without delay_unscale"
             )
-        if self.scaled_by is not None:
-            self._refuse_foreign()
-        found_inf, self.found_inf = self.found_inf, None
+        found_inf = self.found_inf
+        if not self.accumulates:
+            self.found_inf = None
         try:
-            if self.lazy:
-                return self._step_in_two_sweeps(original, found_inf)
+            if self.fused:  # writes the rounded masters itself
+                self.optimizer.found_inf = found_inf
+                return original()
             if _overflowed(found_inf):
                 return None
             self.masters.follow_parameters()
@@ -161,14 +256,14 @@ class ScaledGradients(GradientState):
             self.masters.write_parameters()
             return result
         finally:
-            self.stepped = True
+            vars(self.optimizer).pop("found_inf", None)
             if not self.accumulates:
-                self._drop(self.masters.masters)
+                _drop(self.masters.masters)
 
     def _step_with_closure(self, original: Callable[..., Any], closure: Callable[[], Any]) -> Any:
-        if self.with_masters or (not self.lazy and _overflowed(self.found_inf)):
+        if self.with_masters or (not self.fused and _overflowed(self.found_inf)):
             raise RuntimeError("Currently, Amp does not support closure use with optimizers.")
-        if self.lazy:  # a fused optimizer calls a closure once, before anything else
+        if self.fused:  # a fused optimizer calls a closure once, before anything else
             with torch.enable_grad():
                 loss = closure()
             self.step(original, None)
@@ -185,46 +280,30 @@ class ScaledGradients(GradientState):
         try:
             return original(close)
         finally:
-            self.stepped, self.found_inf = True, None
-
-    def _step_in_two_sweeps(self, original: Callable[..., Any], found_inf: Tensor | None) -> Any:
-        optimizer = self.optimizer
-        if self.stepped:
-            self.unscale()  # for a second step without a backward pass between
-        attributes: dict[str, Any] = {}  # none that a GradScaler sets itself
-        if self.scaled_by is not None:
-            attributes = {
-                "grad_scale": self.scaled_by,
-                "_checks_gradients": found_inf is not None,
-                # With masters, reading unscales only the masters' gradients, and a step drops them.
-                "_unscaled_by_reading": not self.with_masters,
-            }
-        if found_inf is not None:
-            attributes["found_inf"] = found_inf
-        vars(optimizer).update(attributes)
-        try:
-            result = original()
-            if optimizer._writeback() != "none":
-                self.scaled_by = None
-            return result
-        finally:
-            for name in attributes:
-                vars(optimizer).pop(name, None)
+            self.found_inf = None
 
     @contextmanager
     def zeroing(self) -> Iterator[None]:
         """Around ``zero_grad`` of the optimizer."""
-        self._drop([*self.masters.params, *self.masters.masters])
+        _drop([*self.masters.params, *self.masters.masters])
         self.scaled_by = None  # zeroed gradients need no unscaling
-        if self.lazy:
-            self.optimizer._ahead = None  # it refers to the gradients
-        if self.accumulates:
-            self.found_inf = None  # FP16_Optimizer forgets earlier passes; amp, like Apex, does not
-        if self._before is not None:
-            self._before = [None] * len(self._before)
+        self._before = []
+        if self.accumulates:  # FP16_Optimizer; amp, like Apex, forgets at a step
+            self.found_inf = None
         yield
-        self._zeros = NotedGradients(*self._with_grads(self.plain_params))
+
+
+def _drop(params: Iterable[Tensor]) -> None:
+    for p in params:
+        p.grad = None
 
 
 def _overflowed(found_inf: Tensor | None) -> bool:
     return found_inf is not None and bool(found_inf.item() != 0)
+
+
+def _by_device(tensors: list[Tensor]) -> dict[torch.device, list[Tensor]]:
+    grouped: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        grouped.setdefault(tensor.device, []).append(tensor)
+    return grouped

@@ -203,7 +203,7 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
             "loss_scalers are used"
         )
     for scaler, saved in zip(scalers, state_dict.values()):
-        scaler._restart(float(saved["loss_scale"]), int(saved["unskipped"]))
+        scaler.restart(float(saved["loss_scale"]), int(saved["unskipped"]))
 
 
 # --- checks of the arguments

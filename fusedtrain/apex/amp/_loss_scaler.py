@@ -1,17 +1,18 @@
-"""A loss scale that follows Apex's rule on the device; the host does not read it."""
+"""A loss scale by Apex's rule, over the package's GradScaler; the host does not read it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-WINDOW = 2000  # backward passes in a row without overflow, after which the scale doubles
-INITIAL = 2.0**16
-_LEAST = 2.0**-126
+from ...amp import GradScaler
+from ...amp.host_copy import HostCopy
+
+_LEAST = 2.0**-126  # the smallest scale whose inverse is finite
 
 
-class LossScaler:
-    """Static, or dynamic: halved after an overflow, doubled after `WINDOW` passes without one.
+class LossScaler(GradScaler):
+    """Static, or dynamic: halved after an overflow, doubled after 2000 passes without one.
 
     Args:
         loss_scale: a number, or "dynamic".
@@ -24,78 +25,96 @@ class LossScaler:
     def __init__(
         self,
         loss_scale: float | str,
-        init_scale: float = INITIAL,
+        init_scale: float = 2.0**16,
         scale_factor: float = 2.0,
-        scale_window: int = WINDOW,
+        scale_window: int = 2000,
         min_loss_scale: float | None = None,
         max_loss_scale: float = 2.0**24,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        # By default the lower bound is the smallest scale whose inverse is finite.
         low = _LEAST if min_loss_scale is None else float(min_loss_scale)
         if self.dynamic and not 0 < low <= max_loss_scale:
             raise ValueError(
                 "expected 0 < min_loss_scale <= max_loss_scale, got "
                 f"min_loss_scale={min_loss_scale}, max_loss_scale={max_loss_scale}"
             )
-        self._bounds = (low, float(max_loss_scale))
-        self._factor = float(scale_factor)
-        self._window = int(scale_window)
-        start = min(max(init_scale, low), max_loss_scale) if self.dynamic else float(loss_scale)
-        self._start = (start, 0)  # scale and passes without overflow, until there is a device
-        self._scale: Tensor | None = None
-        self._tracker: Tensor | None = None
-        self._hysteresis: Tensor | None = None
+        if not self.dynamic:
+            init_scale, low, max_loss_scale = float(loss_scale), 0.0, float("inf")
+        super().__init__(
+            "cpu", init_scale, float(scale_factor), 1 / scale_factor, int(scale_window),
+            min_scale=low, max_scale=float(max_loss_scale),
+        )  # fmt: skip
 
     def scale_on(self, device: torch.device) -> Tensor:
-        """The scale: a 0-dim float32 tensor, which `update` replaces, not writes to."""
+        """The scale: a 0-dim float32 tensor, which `update_after` replaces, not writes to."""
         if self._scale is None or self._scale.device != device:
-            scale, passes = self._start if self._scale is None else self._read()
-            self._scale = torch.full((), scale, dtype=torch.float32, device=device)
-            self._tracker = torch.full((), passes, dtype=torch.int32, device=device)
-            self._hysteresis = torch.ones((), dtype=torch.int32, device=device)
+            self.restart(self.get_scale(), self._get_growth_tracker())
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
         return self._scale
 
-    def update(self, found_inf: Tensor) -> None:
+    def update_after(self, overflow: Tensor) -> None:
         """Halves or doubles the scale after a backward pass.
 
         Args:
-            found_inf: 0-dim float32, 0 if all gradients were finite.
+            overflow: 0-dim float32, 0 if all gradients were finite. A static scale ignores it.
         """
+        self._scale = self.scale_on(overflow.device).clone()
         if not self.dynamic:
-            self._start = (self._start[0], self._start[1] + 1)
+            self._check_scale_growth_tracker("update")[1].add_(1)
             return
-        self._scale = self.scale_on(found_inf.device).clone()
-        torch.ops.fusedtrain.update_scale(
-            self._scale, self._tracker, self._hysteresis, found_inf, self._factor,
-            1 / self._factor, self._window, 1, *self._bounds,
-        )  # fmt: skip
+        self._per_optimizer_states[0]["found_inf_per_device"] = {overflow.device: overflow}
+        self.update()
 
-    def _read(self) -> tuple[float, int]:
-        if self._scale is None or self._tracker is None or not self.dynamic:
-            return self._start
-        return float(self._scale.item()), int(self._tracker.item())
+    def restart(self, scale: float, unskipped: int) -> None:
+        """Sets the scale, and the number of passes since it was last changed."""
+        self._init_scale, self._init_growth_tracker = scale, unskipped
+        self._scale = self._growth_tracker = self._hysteresis_tracker = None
+
+    # The names of Apex, which scripts read and write.
 
     def loss_scale(self) -> float:
         """The scale, as a number; waits for the device."""
-        return self._read()[0]
+        return float(self.get_scale())
 
     @property
     def _loss_scale(self) -> float:
-        return self._read()[0]
+        return self.loss_scale()
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._restart(float(value), self._read()[1])
+        self.restart(float(value), self._unskipped)
 
     @property
     def _unskipped(self) -> int:
-        return self._read()[1]
+        return int(self._get_growth_tracker())
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        self._restart(self._read()[0], int(value))
+        self.restart(self.loss_scale(), int(value))
 
-    def _restart(self, scale: float, passes: int) -> None:
-        self._start = (scale, passes)
-        self._scale = None
+
+class Notices:
+    """Prints overflows once their copies to the host have arrived; nothing waits for them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[HostCopy, int]] = []
+
+    def add(self, overflow: Tensor, scale: Tensor, loss_id: int) -> None:
+        """Notes whether a backward pass overflowed, and the new scale."""
+        self._waiting.append((HostCopy(torch.stack([overflow, scale])), loss_id))
+
+    def tell(self) -> None:
+        """Prints the overflows that have arrived."""
+        while self._waiting:
+            copy, loss_id = self._waiting[0]
+            numbers = copy.numbers()
+            if numbers is None:
+                return
+            del self._waiting[0]
+            overflow, scale = numbers
+            if overflow:
+                print(
+                    f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss "
+                    f"scale to {scale}"
+                )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._torch_private import foreach_copy_
-from ._raw import raw_grad
+from ...reference.split_weights import follow
 
 _DEVICE = attrgetter("device")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -25,8 +25,8 @@ _loaded: Any = WeakTensorKeyDictionary()  # parameters whose master a checkpoint
 class Masters:
     """Pairs of a master weight and the parameter of the model that is its rounded copy.
 
-    If others write to a parameter (a loaded checkpoint, a clamp), its master takes the written
-    values at the next step, except elements that equal the rounded master.
+    If others write to a parameter (a loaded checkpoint, a clamp), the next step copies the changed
+    elements to its master. Elements that still equal the rounded master keep the master's value.
     """
 
     def __init__(self, values: Mapping[int, Tensor] = MappingProxyType({})) -> None:
@@ -49,16 +49,12 @@ class Masters:
                 self.masters.append(master)
                 self.params.append(p)
                 self.param_of[id(master)] = p
-                self._seen.append((p._version, p.data_ptr()))
+                self._seen.append(_version(p))
                 _master_of[p] = master.detach()  # refers to no optimizer, so not back to p
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs of master and parameter."""
         return zip(self.masters, self.params, strict=True)
-
-    def have_grads(self) -> bool:
-        """Whether an earlier backward pass has made masters' gradients."""
-        return any(raw_grad(master) is not None for master in self.masters)
 
     def check_devices(self) -> None:
         """Raises RuntimeError if the model has moved to another device."""
@@ -80,41 +76,36 @@ class Masters:
         """
         for i in range(self._begun, len(self.masters)):
             p = self.params[i]
-            if (p._version, p.data_ptr()) != self._seen[i] and p not in _loaded:
+            if _version(p) != self._seen[i] and p not in _loaded:
                 self.masters[i].copy_(p)
-                self._seen[i] = (p._version, p.data_ptr())
+                self._seen[i] = _version(p)
         self._begun = len(self.masters)
 
     @torch.no_grad()
     def follow_parameters(self, begun: bool = False) -> None:
-        """Copies to the masters what others have written to their parameters.
+        """Updates masters of parameters that others have written to.
 
         Args:
-            begun: only to masters that `begin` is done with.
+            begun: only masters that `begin` has seen.
         """
         for i, (master, p) in enumerate(self.pairs()):
             if begun and i >= self._begun:
                 break
-            seen = (p._version, p.data_ptr())
-            if seen != self._seen[i]:
-                master.copy_(_widened(p, master))
-                self._seen[i] = seen
+            if _version(p) != self._seen[i]:
+                master.copy_(follow(p, master))
+                self._seen[i] = _version(p)
 
     @torch.no_grad()
     def write_parameters(self) -> None:
         """Parameters become the rounded masters."""
         if self.masters:
             foreach_copy_(self.params, self.masters)
-            self.note_versions()
-
-    def note_versions(self) -> None:
-        """Marks the parameters' present values as our own writing."""
-        self._seen = [(p._version, p.data_ptr()) for p in self.params]
+            self._seen = list(map(_version, self.params))
 
 
-def _widened(p: Tensor, master: Tensor) -> Tensor:
-    """The master where the parameter is its rounded value, elsewhere the parameter."""
-    return torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+def _version(p: Tensor) -> tuple[int, int]:
+    """Version and place in memory, which others may change by writing to ``p.data``."""
+    return p._version, p.data_ptr()
 
 
 @torch.no_grad()
@@ -123,7 +114,7 @@ def full_precision(p: Tensor) -> Tensor:
     master = _master_of.get(p)
     if master is None or master.device != p.device:
         return p.detach().to(torch.float32, copy=True)
-    return _widened(p.detach(), master.detach())
+    return follow(p.detach(), master.detach())
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""The options of each opt_level of Apex's amp, and which of them may be changed."""
+"""The options of each opt_level of Apex's amp, and their changes by the caller."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Options:
 
 
 def _checked(level: str, name: str, value: Any) -> Any:
-    if name == "cast_model_type":
-        if value is False:
-            return None
+    if name == "cast_model_type" and value is not False:
         if not isinstance(value, torch.dtype) or not value.is_floating_point:
             raise TypeError(f"cast_model_type must be a floating-point dtype, got {value!r}")
         if level == "O1" and value is not torch.float32:
@@ -84,7 +82,8 @@ def _checked(level: str, name: str, value: Any) -> Any:
                 "opt_level='O2' or 'O3'; for bfloat16 by autocast use torch.autocast(device_type, "
                 "torch.bfloat16)."
             )
-        return None if level == "O1" else value
+    if name == "cast_model_type":
+        return None if level == "O1" or value is False else value
     if name == "patch_torch_functions":
         if value and level != "O1":
             raise RuntimeError(
@@ -93,8 +92,7 @@ def _checked(level: str, name: str, value: Any) -> Any:
             )
         return bool(value)
     if name == "keep_batchnorm_fp32":
-        if isinstance(value, str):
-            value = {"True": True, "False": False}.get(value, value)
+        value = {"True": True, "False": False}.get(value, value)
         if not isinstance(value, bool):
             raise TypeError(
                 "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, "
@@ -112,18 +110,15 @@ def _checked(level: str, name: str, value: Any) -> Any:
                 "It makes no sense to use master_weights with O1: the model's weights are float32"
             )
         return bool(value)
-    return _loss_scale(value)
-
-
-def _loss_scale(value: Any) -> float | str:
     if value == "dynamic":
         return "dynamic"
     try:
         scale = float(value)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"loss_scale must be a number or the string 'dynamic', got {value!r}"
-        ) from None
+        scale = float("nan")
     if not 0 < scale < float("inf"):
-        raise ValueError(f"loss_scale must be above 0 and finite, got {scale}")
+        raise ValueError(
+            "loss_scale must be a number above 0 and finite, or the string 'dynamic', got "
+            f"{value!r}"
+        )
     return scale

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._functions import without_autocast
 from ._gradients import ScaledGradients
-from ._overflow_messages import Notices
+from ._loss_scaler import Notices
 from ._state import _amp_state
 
 
@@ -38,10 +38,9 @@ def scale_loss(
 ) -> Iterator[Tensor]:
     """Yields the loss in float32, times the loss scale; run its backward pass inside.
 
-    On exit the gradients are searched for infs and NaNs, and the scale is updated. After an
-    overflow the next step of each optimizer does nothing. An optimizer of fusedtrain divides by the
-    scale in its step; other optimizers' gradients are divided on exit. In either case ``.grad`` of
-    the optimizer's parameters (`master_params`) is the unscaled gradient.
+    On exit the gradients of the optimizers' parameters (`master_params`) are divided by the scale
+    and added to those of earlier passes. They are searched for infs and NaNs, and the scale is
+    updated. After an overflow the next step of each optimizer does nothing.
 
     Args:
         loss: of any shape and floating-point dtype.
@@ -94,8 +93,7 @@ def scale_loss(
         return
     _notices.tell()
     scale = scaler.scale_on(loss.device)
-    check = scaler.dynamic and not delay_overflow_check
-    overflows: list[Tensor | None] = []
+    overflow = torch.zeros_like(scale)
     begun: list[ScaledGradients] = []
     try:
         for stash in stashes:
@@ -107,20 +105,16 @@ def scale_loss(
             if delay_unscale:
                 stash.delay(scale)
             else:
-                overflows.append(stash.finish(scale, check))
+                overflow = torch.maximum(overflow, stash.finish(scale))
     except BaseException:
         for stash in begun:
             stash.abort()
         raise
-    if delay_unscale:
+    if delay_unscale or (scaler.dynamic and delay_overflow_check):
         return
-    if not check:
-        if not scaler.dynamic:
-            scaler.update(scale)
+    scaler.update_after(overflow)
+    if not scaler.dynamic:
         return
-    flags = [flag for flag in overflows if flag is not None]
-    overflow = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-    scaler.update(overflow)
     for stash in stashes:
         stash.add_overflow(overflow)
     if _amp_state.verbosity > 0:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..._torch_private import foreach_copy_, foreach_norm
+from ..._torch_private import foreach_copy_
 
 
 def refuse_sparse(params: Iterable[Tensor], argument: str) -> None:
@@ -23,38 +23,17 @@ def refuse_sparse(params: Iterable[Tensor], argument: str) -> None:
 
 @torch.no_grad()
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each source to its target, by index whatever their strides, and converts it.
-
-    One call for all pairs of the same devices and dtypes: for mixed dtypes torch's kernel would
-    copy one tensor at a time.
-    """
-    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        key = (target.device, target.dtype, source.device, source.dtype)
-        to, of = groups.setdefault(key, ([], []))
-        to.append(target)
-        of.append(source)
-    for to, of in groups.values():
-        foreach_copy_(to, of)
+    """Copies each source to its target, by index whatever their strides, and converts it."""
+    if targets:
+        foreach_copy_(list(targets), list(sources))
 
 
 @torch.no_grad()
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether no element is inf or NaN; the host waits once for each device.
-
-    Reads the largest magnitude of each tensor, which is one of its elements: unlike a sum it cannot
-    overflow, and it is NaN if an element is.
-    """
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_complex():
-            tensor = torch.view_as_real(tensor.resolve_conj())
-        if tensor.numel():  # an empty tensor has no largest element
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    """Whether no element is inf or NaN; the host waits once for each device."""
     flags: dict[torch.device, list[Tensor]] = {}
-    for (device, _), group in groups.items():
-        largest = torch.stack(foreach_norm(group, float("inf")))
-        flags.setdefault(device, []).append(largest.isfinite().all())
+    for tensor in tensors:
+        flags.setdefault(tensor.device, []).append(tensor.isfinite().all())
     # Each device gets its work before the host waits for the first.
     finite = [torch.stack(some).all() for some in flags.values()]
     return all(map(bool, finite))

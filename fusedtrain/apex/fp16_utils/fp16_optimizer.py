@@ -8,18 +8,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from .._apex_optimizer import attribute_of
 from ..amp._gradients import ScaledGradients
-from ..amp._loss_scaler import LossScaler
-from ..amp._overflow_messages import Notices
+from ..amp._loss_scaler import LossScaler, Notices
+from ..amp._masters import HALF_DTYPES
 from .master_params import clip_grad_norm
 
 
 class FP16_Optimizer:
     """Steps float32 masters of a half-precision model, as Apex's ``FP16_Optimizer`` did.
 
-    Float32 masters replace the 16-bit parameters in `init_optimizer`. An optimizer of fusedtrain
-    checks, unscales and updates in its two sweeps, and nothing waits for the device. Reading
-    gradients before the step unscales them. ``loss_scaler`` is amp's.
+    Float32 masters replace the 16-bit parameters in `init_optimizer`. `backward` unscales gradients
+    and adds them to the masters'. A step of a fusedtrain optimizer waits for nothing.
 
     Args:
         init_optimizer: an optimizer of torch.optim, fusedtrain.optim or the like.
@@ -57,13 +57,12 @@ class FP16_Optimizer:
         dynamic_loss_args: dict[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        for group in init_optimizer.param_groups:
-            for p in group["params"]:
-                if p.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-                    raise TypeError(
-                        "Wrapped parameters must be torch.float16, torch.bfloat16 or "
-                        f"torch.float32. Received {p.dtype}"
-                    )
+        for p in (p for group in init_optimizer.param_groups for p in group["params"]):
+            if p.dtype not in (*HALF_DTYPES, torch.float32):
+                raise TypeError(
+                    "Wrapped parameters must be torch.float16, torch.bfloat16 or torch.float32. "
+                    f"Received {p.dtype}"
+                )
         scale: float | str = "dynamic" if dynamic_loss_scale else static_loss_scale
         self.loss_scaler = LossScaler(scale, **(dynamic_loss_args or {}))
         self.dynamic_loss_scale = dynamic_loss_scale
@@ -101,15 +100,16 @@ class FP16_Optimizer:
     def update_master_grads(self) -> None:
         """Ends passes with update_master_grads=False: checks, updates the scale, unscales."""
         scale = self._gradients.scaled_by
-        if scale is None or self._gradients.checked:
+        if scale is None:
             return
-        overflow = self._gradients.finish(scale, check=self.loss_scaler.dynamic)
-        if overflow is None:
-            self.loss_scaler.update(scale)
+        overflow = self._gradients.finish(scale)
+        if not self.loss_scaler.dynamic:
+            self.loss_scaler.update_after(overflow)
             self._overflow = False
             return
-        self.loss_scaler.update(overflow)
-        self._gradients.add_overflow(overflow)
+        # Until zero_grad infs and NaNs stay in the masters' gradients: each later pass overflows.
+        overflow = self._gradients.add_overflow(overflow)
+        self.loss_scaler.update_after(overflow)
         self._overflow = overflow
         if self.verbose:
             self._notices.add(overflow, self.loss_scaler.scale_on(scale.device), 0)
@@ -188,7 +188,6 @@ class FP16_Optimizer:
             if self.overflow and self.loss_scale >= before:
                 raise RuntimeError(f"gradients are not finite at a loss scale of {before} either")
         self._gradients.found_inf = None
-        self._gradients.unscale()
         return loss
 
     # --- attributes that scripts read
@@ -202,41 +201,29 @@ class FP16_Optimizer:
     def loss_scale(self, value: float) -> None:
         self.loss_scaler._loss_scale = value
 
-    @property
-    def state(self) -> Any:
-        """The inner optimizer's state, of masters."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self.optimizer.state = value
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's groups, with masters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = value
+    state: Any = attribute_of("optimizer", "state", "The inner optimizer's state, of masters.")
+    param_groups: Any = attribute_of(
+        "optimizer", "param_groups", "The inner optimizer's groups, with masters."
+    )
 
     @property
     def fp16_groups(self) -> list[list[Tensor]]:
         """`all_fp16_params` by group."""
-        param_of = self._gradients.masters.param_of
-        return [[param_of[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
+        low = self._gradients.masters.param_of
+        return [[low[id(master)] for master in group] for group in self.fp32_from_fp16_groups]
 
     @property
     def fp32_from_fp16_groups(self) -> list[list[Tensor]]:
         """`all_fp32_from_fp16_params` by group."""
-        param_of = self._gradients.masters.param_of
-        return [[p for p in group["params"] if id(p) in param_of] for group in self.param_groups]
+        return self._by_group(self.all_fp32_from_fp16_params)
 
     @property
     def fp32_from_fp32_groups(self) -> list[list[Tensor]]:
         """`all_fp32_from_fp32_params` by group."""
-        wanted = set(map(id, self.all_fp32_from_fp32_params))
+        return self._by_group(self.all_fp32_from_fp32_params)
+
+    def _by_group(self, params: list[Tensor]) -> list[list[Tensor]]:
+        wanted = set(map(id, params))
         return [[p for p in group["params"] if id(p) in wanted] for group in self.param_groups]
 
     @property
@@ -289,7 +276,7 @@ class FP16_Optimizer:
         if not isinstance(scaler, dict):  # the object that Apex pickled
             scaler = {"loss_scale": scaler._loss_scale, "unskipped": scaler._unskipped}
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        self.loss_scaler._restart(float(scaler["loss_scale"]), int(scaler["unskipped"]))
+        self.loss_scaler.restart(float(scaler["loss_scale"]), int(scaler["unskipped"]))
         self.loss_scaler.dynamic = self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self._overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]

@@ -1,4 +1,4 @@
-"""Scaled and unscaled gradients, at every moment at which somebody may look at them or step."""
+"""Scaled and unscaled gradients: read, clipped, added up, skipped, given to closures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain.apex import amp
-from fusedtrain.apex.amp._raw import raw_grad
+from fusedtrain.apex.optimizers import FusedSGD
 from helpers.amp_runs import (
     BOTH,
     MAKERS,
@@ -45,41 +45,11 @@ def frozen_sgd(params: Any, **options: Any) -> Any:
     return fusedtrain.optim.SGD(params, lr=0.0, **options)
 
 
-@pytest.mark.parametrize("zero", ["model", "by hand", "in place"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_plain_backward_pass_after_a_step_is_not_unscaled(level: str, zero: str) -> None:
-    model, optimizer = start(frozen_sgd, level, loss_scale=1024.0)
-    backward(loss_of(model), optimizer)
-    optimizer.step()
-    if zero == "by hand":
-        for p in model.parameters():
-            p.grad = None
-    else:
-        model.zero_grad(set_to_none=zero == "model")
-    with amp.disable_casts():
-        loss_of(model).backward()
-    gradients_alike(model.parameters(), plain_gradients())
-
-
-def test_zeros_in_place_are_followed_by_the_next_pass() -> None:
-    model, optimizer = start(frozen_sgd, "O1", loss_scale=1024.0)
-    for stepped in (False, True, False):
-        backward(loss_of(model), optimizer)
-        if stepped:
-            optimizer.step()
-        model.zero_grad(set_to_none=False)
-    backward(loss_of(model), optimizer)
-    gradients_alike(model.parameters(), plain_gradients())
-
-
 @pytest.mark.parametrize("clip", [None, 1e6], ids=["", "clipped"])
 @pytest.mark.parametrize("skipped", [False, True], ids=["", "skipped"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_written_back_are_unscaled_once(
-    level: str, skipped: bool, clip: float | None
-) -> None:
+def test_gradients_written_back_are_unscaled_once(skipped: bool, clip: float | None) -> None:
     options = {"gradient_writeback": "unscaled", "max_grad_norm": clip}
-    model, optimizer = start(lambda p: frozen_sgd(p, **options), level)
+    model, optimizer = start(lambda p: frozen_sgd(p, **options), "O1")
     loss, last = loss_of(model), list(model.parameters())[-1]
     if skipped:  # one infinite gradient
         loss = loss + last.float().flatten()[0] * float("inf")
@@ -95,47 +65,20 @@ def test_gradients_written_back_are_unscaled_once(
 
 
 @BOTH
-def test_looking_while_a_backward_pass_runs(level: str, maker: str) -> None:
+def test_a_step_and_scale_loss_within_scale_loss_are_refused(level: str, maker: str) -> None:
     model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
-    backward(loss_of(model), optimizer, delay_unscale=True)
-    norms: list[Tensor] = []
-
-    def look(p: Tensor) -> None:
-        assert p.grad is not None
-        norms.append(p.grad.norm())
-
-    params = list(model.parameters())
-    for p in params:
-        p.register_post_accumulate_grad_hook(look)
-    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        look(params[0])
-    assert len(norms) == len(params) + 1
-    gradients_alike(amp.master_params(optimizer), plain_gradients(2))
-
-
-@BOTH
-def test_a_backward_pass_that_raises_leaves_no_gradients(level: str, maker: str) -> None:
-    model, optimizer = start(MAKERS[maker], level)
-    with pytest.raises(KeyError):
-        fail_in_the_middle(loss_of(model), optimizer)
-    assert all(p.grad is None for p in model.parameters())
-    backward(loss_of(model), optimizer)
-    gradients_alike(amp.master_params(optimizer), plain_gradients())
-
-
-def test_scale_loss_within_itself_is_refused() -> None:
-    model, optimizer = start(MAKERS["fused-SGD"], "O1")
     with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
         with pytest.raises(RuntimeError, match="within another"):
             backward(loss_of(model), [optimizer])
         scaled_loss.backward()
-    gradients_alike(model.parameters(), plain_gradients())
+        with pytest.raises(RuntimeError, match="after the with statement"):
+            optimizer.step()
+    gradients_alike(amp.master_params(optimizer), plain_gradients())
     with pytest.raises(RuntimeError, match="within another"):
         backward(loss_of(model), [optimizer, optimizer])
     optimizer.zero_grad()
     backward(loss_of(model), optimizer)
-    gradients_alike(model.parameters(), plain_gradients())
+    gradients_alike(amp.master_params(optimizer), plain_gradients())
 
 
 @pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
@@ -148,31 +91,19 @@ def test_zero_grad_between_scale_loss_and_its_backward_pass(maker: str) -> None:
     gradients_alike(model.parameters(), plain_gradients())
 
 
-@BOTH
-def test_a_step_within_scale_loss_is_refused(level: str, maker: str) -> None:
-    model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
-    with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        with pytest.raises(RuntimeError, match="after the with statement"):
-            optimizer.step()
-    gradients_alike(amp.master_params(optimizer), plain_gradients())
-
-
-@pytest.mark.parametrize("how", ["set", "delete"])
-@BOTH
-def test_a_gradient_dropped_by_hand_moves_nothing(level: str, maker: str, how: str) -> None:
-    model, optimizer = start(MAKERS[maker], level, loss_scale=1024.0)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, fusedtrain.optim.SGD])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_set_by_hand_are_used(level: str, kind: Any) -> None:
+    model, optimizer = start(lambda p: kind(p, lr=1.0), level, loss_scale=1024.0)
     backward(loss_of(model), optimizer)
     masters = list(amp.master_params(optimizer))
     before = [p.detach().clone() for p in masters]
-    if how == "set":
-        masters[0].grad = None
-    else:
-        del masters[0].grad
+    for p in masters:
+        p.grad = torch.full_like(p, 0.5)
+    masters[0].grad = None
     optimizer.step()
-    assert [torch.equal(p, q) for p, q in zip(masters, before, strict=True)] == [
-        True, *[False] * (len(masters) - 1)
-    ]  # fmt: skip
+    for p, old, moved in zip(masters, before, [0.0, *[0.5] * 4], strict=True):
+        torch.testing.assert_close(p, old - moved)
 
 
 # --- closures
@@ -224,27 +155,6 @@ def test_closures_that_overflow(maker: str) -> None:
 
 
 # --- who owns a parameter
-
-
-def test_a_copied_model_is_of_no_optimizer() -> None:
-    model, optimizer = start(MAKERS["fused-SGD"], "O1", loss_scale=1024.0)
-    twin = copy.deepcopy(model)
-    twin_optimizer = MAKERS["fused-SGD"](twin.parameters())
-    amp.initialize(twin, twin_optimizer, opt_level="O1", loss_scale=1024.0, verbosity=0)
-    for m, o in ((model, optimizer), (twin, twin_optimizer)):
-        backward(loss_of(m), o)
-        gradients_alike(m.parameters(), plain_gradients())
-
-
-@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
-def test_an_optimizer_twice_in_a_list_is_refused(maker: str) -> None:
-    model = network()
-    optimizer = MAKERS[maker](model.parameters())
-    with pytest.raises(RuntimeError, match=r"through amp\.initialize once"):
-        amp.initialize(model, [optimizer, optimizer], opt_level="O2", verbosity=0)
-    assert model[0].weight.dtype == torch.float32
-    images_in, _ = images()
-    assert model(images_in).dtype == torch.float32
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -320,7 +230,7 @@ def test_o1_on_a_device_without_autocast_is_refused(monkeypatch: pytest.MonkeyPa
 def test_zero_grad_lets_go_of_gradients() -> None:
     model, optimizer = start(frozen_sgd, "O1")
     backward(loss_of(model), optimizer)
-    kept = [weakref.ref(raw_grad(p)) for p in model.parameters()]
+    kept = [weakref.ref(p.grad) for p in model.parameters()]
     optimizer.zero_grad()
     assert [reference() for reference in kept] == [None] * len(kept)
 
@@ -338,3 +248,138 @@ def test_averages_are_those_of_the_model_under_o2() -> None:
         assert not torch.equal(low, trained)
     assert torch.equal(low, trained)
     assert torch.equal(master, value)
+
+
+# --- gradients that are looked at
+
+
+@BOTH
+def test_gradients_of_master_params_are_unscaled(level: str, maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], level)
+    backward(loss_of(model), optimizer)
+    gradients_alike(amp.master_params(optimizer), plain_gradients())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD", "fused-LAMB"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_clipping_before_the_step(level: str, maker: str) -> None:
+    make = MAKERS[maker]
+    model, optimizer = start(make, level, loss_scale="dynamic")
+    reference = network().double()
+    ref_optimizer = make(reference.parameters())
+    x, y = images()
+    for _ in range(5):
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.3)
+        optimizer.step()
+        ref_optimizer.zero_grad()
+        nn.functional.cross_entropy(reference(x.double()), y).backward()
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.3)
+        ref_optimizer.step()
+        assert norm.item() == pytest.approx(expected.item(), rel=0.03)
+    moved_alike(model, reference, 0.05)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_were_zeroed_are_added_to_nothing(level: str) -> None:
+    """Apex's FusedSGD zeroes them, and one that no backward pass reaches still decays."""
+    model, reference = network(), network()
+    for m in (model, reference):
+        m.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    model[1].register_parameter("unused", nn.Parameter(torch.ones(3)))  # float32 under O2, too
+    reference[1].register_parameter("unused", nn.Parameter(torch.ones(3)))
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    ref_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model[1].unused.grad = torch.ones(3)
+    reference[1].unused.grad = torch.ones(3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        assert torch.equal(model[1].unused.grad, torch.zeros(3))
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        ref_optimizer.zero_grad(set_to_none=False)
+        with amp.disable_casts():
+            loss_of(reference).backward()
+        ref_optimizer.step()
+    assert torch.allclose(model[1].unused, reference[1].unused, atol=1e-6)
+    assert model[1].unused.max() < 0.98
+    assert torch.equal(model.unused, torch.ones_like(model.unused))
+    moved = [(m[4].weight.float() - network()[4].weight).flatten() for m in (model, reference)]
+    assert (moved[0] - moved[1]).norm() < 0.05 * moved[1].norm()
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_a_backward_pass_outside_scale_loss_adds_to_unscaled_gradients(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1")
+    reference = network()
+    for m in (model, reference):
+        backward(loss_of(model), optimizer) if m is model else loss_of(m).backward()
+        with amp.disable_casts():
+            loss_of(m).backward()
+    gradients_alike(model.parameters(), reference)
+
+
+# --- accumulation
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD", "fused-Adam"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_accumulation(level: str, maker: str, delay: bool) -> None:
+    make = MAKERS[maker]
+    model, optimizer = start(make, level, loss_scale="dynamic")
+    reference = network().double()
+    ref_optimizer = make(reference.parameters())
+    x, y = images()
+    for _ in range(4):
+        for k in range(3):
+            part = slice(20 * k, 20 * (k + 1))
+            backward(loss_of(model, part) / 3, optimizer, delay_unscale=delay and k < 2)
+            (nn.functional.cross_entropy(reference(x[part].double()), y[part]) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ref_optimizer.step()
+        ref_optimizer.zero_grad()
+    moved_alike(model, reference, 0.05)
+
+
+@BOTH
+def test_an_overflow_anywhere_in_an_accumulation_skips(level: str, maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], level)
+    before = copy.deepcopy(model.state_dict())
+    for k in range(3):
+        loss = loss_of(model)
+        backward(overflowing(loss) if k == 0 else loss, optimizer)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.equal(before[name].to(p.dtype), p), name
+    # One overflow, then two passes without.
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 2}
+    optimizer.zero_grad()
+    backward(loss_of(model), optimizer)
+    optimizer.step()
+    assert not torch.equal(before["0.weight"].to(model[0].weight.dtype), model[0].weight)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD"])
+def test_delayed_gradients_follow_a_changed_scale(maker: str) -> None:
+    model, optimizer = start(MAKERS[maker], "O1", num_losses=1)
+    other = nn.Linear(4, 1)
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    other, other_optimizer = amp.initialize(other, other_optimizer, opt_level="O1", verbosity=0)
+    backward(loss_of(model), optimizer, delay_unscale=True)
+    backward(overflowing(other(torch.ones(1, 4)).sum()), other_optimizer)  # halves the scale
+    backward(loss_of(model), optimizer)
+    reference = network()
+    (2 * loss_of(reference)).backward()
+    gradients_alike(model.parameters(), reference)
+
+
+def test_a_step_on_delayed_gradients_is_refused() -> None:
+    model, optimizer = start(MAKERS["fused-SGD"], "O2")
+    backward(loss_of(model), optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="delay_unscale"):
+        optimizer.step()

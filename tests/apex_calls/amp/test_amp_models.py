@@ -66,13 +66,6 @@ def test_a_group_of_another_optimizer_is_refused_whole() -> None:
         moved_alike(m, model, 1e-6)
 
 
-def test_outputs_are_cast_to_dtypes_only() -> None:
-    model = network()
-    with pytest.raises(TypeError, match="cast_model_outputs"):
-        amp.initialize(model, opt_level="O2", cast_model_outputs="half", verbosity=0)  # type: ignore[arg-type]
-    assert model[0].weight.dtype == torch.float32
-
-
 # --- two ranks
 
 RUNS: list[tuple[str, str, dict[str, Any]]] = [
