@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 
 def _folders(*paths: str | Path) -> tuple[str, ...]:
-    """How the names of files within begin, with symbolic links and without."""
+    """Prefixes of the names of files within, with symbolic links and without."""
     return tuple(f"{p}{os.sep}" for path in paths for p in {str(path), str(Path(path).resolve())})
 
 
@@ -59,7 +59,7 @@ def is_library(file: str) -> bool:
 
 
 def running_frames() -> Iterator[FrameType]:
-    """The frames of whoever asks for them, the innermost first."""
+    """The frames of the caller, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -83,14 +83,14 @@ def _constructs(frame: FrameType, module: Any) -> bool:
 
 
 class OutermostCalls:
-    """Calls of modules with parameters that are not within another one's, as hooks see them."""
+    """Calls of modules with parameters that no other call of such a module contains."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     @property
     def running(self) -> list[nn.Module]:
-        """Such a module, and those whose calls are within, of this thread."""
+        """The outermost module of this thread, and the modules that it calls."""
         modules: list[nn.Module] = vars(self._of_thread).setdefault("modules", [])
         return modules
 
@@ -103,7 +103,7 @@ class OutermostCalls:
         return outermost and bool(running)
 
     def leave(self, module: nn.Module) -> bool:
-        """Whether that was the end of the module's outermost call."""
+        """Whether the module's outermost call ends."""
         running = self.running
         if not any(one is module for one in running):  # its call began before the hooks
             return False
@@ -113,7 +113,7 @@ class OutermostCalls:
 
 
 def without_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that are no parts of others. spectral_norm calls its part of a model itself."""
+    """The modules that are no parts of others; spectral_norm calls a part of a model."""
     modules = list(modules)
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in parts]
@@ -125,5 +125,5 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that its parameters have."""
+    """The gradients of all its parameters that have one."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]

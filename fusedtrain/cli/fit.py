@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from .. import __version__
 from .._text import FEW_BYTES, bytes_in, memory_text, shape_text
 from ..advisor.fitting import HEADINGS, PRECISIONS, FitReport, fit
 from ..advisor.tuning._job import split
@@ -24,10 +23,10 @@ from ._output import (
     Outputs,
     Report,
     Table,
+    machine_facts,
     output_options,
     progress,
     say,
-    today,
 )
 from .tune import Setting, Shape
 
@@ -164,15 +163,10 @@ def _save(seen: FitReport, path: Path | None) -> None:
 
 def _report(seen: FitReport, optimizer: str, shape: Sequence[int] | str) -> Report:
     sample = shape if isinstance(shape, str) else shape_text(shape)
-    facts = {
-        "device": seen.device,
-        "torch": torch.__version__,
-        "fusedtrain": __version__,
-        "threads": str(torch.get_num_threads()),
-        "input": f"{sample}, {optimizer}, {seen.precision}",
-        "memory": memory_text(seen.memory),
-        "date": today(),
-    }
+    facts = machine_facts(
+        seen.device, threads=str(torch.get_num_threads()),
+        input=f"{sample}, {optimizer}, {seen.precision}", memory=memory_text(seen.memory),
+    )  # fmt: skip
     columns = [Column(name, left=name in ("way", "")) for name in HEADINGS]
     return Report(
         f"fusedtrain fit {seen.model}",

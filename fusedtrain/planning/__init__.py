@@ -32,7 +32,7 @@ from .._text import FEW_BYTES, bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
 from ._autocast import autocast_dtype, autocast_to, without_autocast
-from ._meter import Meter
+from ._meter import Meter, synchronize
 from ._profile import Profile, Running, metered, profile, structure
 from ._search import Choice, Search
 from ._simulate import Outcome, Simulator, peak_lines
@@ -246,8 +246,7 @@ def _timed(
             running = begin()
             start = time.perf_counter()
             _step(model, running)
-            if device.index is not None:
-                torch.accelerator.synchronize(device)
+            synchronize(device)
             row.append(time.perf_counter() - start)
     set_recomputing(model, False)
     model.zero_grad(set_to_none=True)

@@ -33,7 +33,7 @@ def timelines(simulator: Simulator, chosen: Sequence[bool]) -> dict[str, Any]:
 
 
 def _groups(simulator: Simulator) -> list[str]:
-    """By storage: the group of modules that made the tensor, or `OTHERS`."""
+    """The group of modules that made each storage, or `OTHERS`."""
     profile = simulator.profile
     modules = [""] * len(profile.bytes)
     for save in profile.saves:

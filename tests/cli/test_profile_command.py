@@ -174,25 +174,37 @@ def profiled(
     return run
 
 
-def test_a_script_without_a_step(profiled: Any) -> None:
-    status, out = profiled("import sys\nsys.exit(0)\n")
-    assert status == Exit.FOUND
-    assert "PARTIAL: the script took no optimizer step" in out
+STUBBORN = """\
+import threading, time, torch
+p = torch.nn.Parameter(torch.ones(2))
+p.grad = torch.ones(2)
+optimizer = torch.optim.SGD([p], lr=0.1)
+"""
+# Script, options, exit code, words of the output.
+ENDS = {
+    "no step": (
+        "import sys\nsys.exit(0)\n", (), Exit.FOUND, "PARTIAL: the script took no optimizer step",
+    ),
+    "one step": (
+        STUBBORN + "optimizer.step()\n", ("--warmup", "0", "--steps", "2"), Exit.DONE,
+        "as it is: the script ended after 1 optimizer steps; 1 of 2 were profiled",
+    ),
+    "exit": (
+        "import sys\nsys.exit('no data')\n", (), Exit.SCRIPT_RAISED,
+        "PARTIAL: the script ended with exit status 1 after 0 optimizer steps",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.slow
-def test_a_script_with_one_step(profiled: Any) -> None:
-    status, out = profiled(STUBBORN + "optimizer.step()\n", "--warmup", "0", "--steps", "2")
-    assert status == Exit.DONE
-    assert "as it is: the script ended after 1 optimizer steps; 1 of 2 were profiled" in out
-    assert "PARTIAL" not in out
-
-
-@pytest.mark.slow
-def test_a_script_that_exits(profiled: Any) -> None:
-    status, out = profiled("import sys\nsys.exit('no data')\n")
-    assert status == Exit.SCRIPT_RAISED
-    assert "PARTIAL: the script ended with exit status 1 after 0 optimizer steps" in out
+@pytest.mark.parametrize(
+    "name", ["no step", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one step", "exit"))]
+)
+def test_a_script_that_ends_early(profiled: Any, name: str) -> None:
+    script, words, status, text = ENDS[name]
+    ended, out = profiled(script, *words)
+    assert ended == status
+    assert text in out
+    assert ("PARTIAL" in out) == (status != Exit.DONE)
 
 
 def test_a_process_that_dies(profiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,14 +232,6 @@ def test_ctrl_c_before_the_script_has_begun(profiled: Any, monkeypatch: pytest.M
         signal.signal(signal.SIGINT, before)
     assert status == Exit.STOPPED
     assert "PARTIAL: stopped after 0 optimizer steps" in out
-
-
-STUBBORN = """\
-import threading, time, torch
-p = torch.nn.Parameter(torch.ones(2))
-p.grad = torch.ones(2)
-optimizer = torch.optim.SGD([p], lr=0.1)
-"""
 
 
 LOOPS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ from ..._calls import autocasts
 from ..._text import shape_text
 from ...conversion import convert
 from ...nn.depthwise import passes_of
+from ._facts import Depthwise
+from ._trials import least_in_turns
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -29,16 +30,6 @@ class Call(NamedTuple):
     channels_last: bool
     input_trains: bool
     weight_trains: bool
-
-
-class Slow(NamedTuple):
-    """Layers that are faster in our kernels: names, the one that gains most with its input, and
-    the seconds a step of forward and backward in torch's kernels and in ours."""
-
-    names: list[str]
-    first: str
-    now: float
-    converted: float
 
 
 def call_of(layer: Any, x: Any) -> Call | None:
@@ -56,9 +47,10 @@ def call_of(layer: Any, x: Any) -> Call | None:
 
 def slow_layers(
     model: nn.Module, calls: Mapping[int, Counter[tuple[int, Call]]], steps: Collection[int]
-) -> Slow | None:
+) -> Depthwise | None:
     """The layers of a model that `convert` would change and whose kernels of some pass are then
-    ours. `calls`: by identity of the layer, with the step; those of `steps` count."""
+    ours, without the model's line. `calls`: by identity of the layer, with the step; those of
+    `steps` count."""
     counts: dict[nn.Module, Counter[Call]] = {}
     for layer in model.modules():
         for (step, call), count in calls.get(id(layer), {}).items():
@@ -81,8 +73,10 @@ def slow_layers(
     if not rows:
         return None
     _, _, _, name, call = max(rows, key=lambda row: row[0])
-    return Slow(
-        list(dict.fromkeys(row[3] for row in rows)),
+    return Depthwise(
+        type(model).__name__,
+        None,
+        len({row[3] for row in rows}),
         f"{name or '(the model itself)'} ({shape_text(call.shape)})",
         sum(row[1] for row in rows),
         sum(row[2] for row in rows),
@@ -114,24 +108,14 @@ def _gains(layer: Any, call: Call) -> bool:
 
 
 def _seconds(layer: Any, call: Call) -> tuple[float, float]:
-    """Forward and backward in torch's kernels and in ours, in turns; the least of each, since other
-    processes only add to it."""
+    """Forward and backward in torch's kernels and in ours."""
     kind, *sizes = _sizes(layer)
     ours = getattr(fused_nn, f"Depthwise{kind.__name__}")
-    runs = [_run(cls, sizes, layer, call) for cls in (kind, ours)]
-    times: list[list[float]] = [[], []]
-    for run in runs:
+    runs = {name: _run(cls, sizes, layer, call) for name, cls in (("now", kind), ("ours", ours))}
+    for run in runs.values():
         run()
-    end = time.perf_counter() + _BUDGET
-    for done in range(_ROUNDS):
-        if done >= _FEWEST and time.perf_counter() > end:
-            break
-        for run, seconds in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-    now, converted = map(min, times)
-    return now, converted
+    times = least_in_turns(runs, _ROUNDS, _BUDGET, _FEWEST)
+    return times["now"], times["ours"]
 
 
 def _run(cls: Any, sizes: list[Any], layer: Any, call: Call) -> Callable[[], Any]:

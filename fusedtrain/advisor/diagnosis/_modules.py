@@ -92,14 +92,14 @@ class Calls:
             self._observation = Observation(self._enter, self._leave)
 
     def rest(self) -> None:
-        """Within a call of this thread the hooks stay until the call ends."""
+        """Removes the hooks, unless a call of this thread is running: `rest` is called again."""
         done = not self._outermost.running or threading.get_ident() != self._thread
         if done and self._observation is not None:
             self._observation.remove()
             self._observation = None
 
     def follow(self) -> None:
-        """From now on the calls of this thread."""
+        """Follows the calls of this thread from now on."""
         self._thread, self._outermost = threading.get_ident(), OutermostCalls()
 
     def _enter(self, module: nn.Module, args: Any) -> None:

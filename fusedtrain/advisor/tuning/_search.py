@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection
 
-from ...planning._batches import largest
+from ...planning._batches import doubling, largest
 from ._switches import NAMES, SWITCHES, Config, Facts
 
 # Whether the second configuration, tried against the first (the best so far), is accepted.
@@ -75,6 +75,6 @@ def largest_batch(fits: Callable[[int], bool], base: int, most: int) -> int:
     ``base`` fits; ``most`` is the largest that is asked for. ``fits`` is called a few times.
     """
     unit = max(1, base // 4)
-    first = base // unit
-    number = largest(lambda units: units <= first or fits(units * unit), 2 * first, most // unit)
+    first, units = base // unit, most // unit
+    number = largest(lambda n: fits(n * unit), units, doubling(2 * first, units), low=first)
     return max(number * unit, base)

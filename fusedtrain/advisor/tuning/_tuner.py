@@ -100,7 +100,7 @@ class Tuner:
         return start
 
     def _check_memory(self) -> None:
-        """On the CPU a batch that does not fit is refused before it is tried."""
+        """Refuses a batch that would not fit into the CPU's memory before it is tried."""
         self.limit = self.known["memory"]
         if self.limit is None:
             memory = available_memory()
@@ -156,7 +156,7 @@ class Tuner:
             self._budget.last_trial = time.monotonic() - begun
         # Memory is compared for a sample: of a larger batch it is not less.
         decided = verdict(result, self._best.memory / best[BATCH] * trial[BATCH], running.memory)
-        done = _tuned(name, running, result, decided.accepted, decided.reason)
+        done = _tuned(name, running, result, *decided)
         self.trials.append(done)
         loser = self._best if decided.accepted else running
         if loser is not self._base:
@@ -240,7 +240,7 @@ class Tuner:
         return batch, why
 
     def _largest_on_gpu(self, base: int, most: int) -> int:
-        """By steps of growing batches in a process of their own, beside the parked best one."""
+        """Steps of growing batches, in a process of their own beside the parked best one."""
         self._begin("the largest batch that fits")
         with self._process(self._best.config) as process:
             self._ask(process, "losses", steps=1)

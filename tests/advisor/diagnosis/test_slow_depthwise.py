@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
+from fusedtrain._text import shape_text
 from fusedtrain.advisor._watch import Site
 from fusedtrain.advisor.diagnosis import Facts, Finding, _depthwise, decide, doctor
 from fusedtrain.advisor.diagnosis._facts import Depthwise, Fusable
@@ -67,9 +68,8 @@ def test_seconds_are_those_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPatc
         assert (slow.now, slow.converted) == (2.0 * calls, 0.5 * calls)
     call = _depthwise.Call(SHAPE, torch.float32, False, False, True)
     counts = {id(layer): Counter({(1, call): 2, (2, call): 4, (9, call): 8})}
-    assert _depthwise.slow_layers(nn.Sequential(layer), counts, range(1, 3)) == (
-        ["0"], "0 (2x16x28x28)", 6.0, 1.5
-    )  # fmt: skip
+    slow = _depthwise.slow_layers(nn.Sequential(layer), counts, range(1, 3))
+    assert slow == Depthwise("Sequential", None, 1, "0 (2x16x28x28)", 6.0, 1.5)
 
 
 class Own(nn.Conv2d):
@@ -171,7 +171,7 @@ def test_every_kind_is_timed(layer: Any, shape: tuple[int, ...], dtype: torch.dt
     model = nn.Sequential(layer)
     slow = _depthwise.slow_layers(model, {id(layer): Counter([(0, call)])}, [0])
     assert slow is not None
-    assert slow.names == ["0"]
+    assert (slow.layers, slow.name) == (1, f"0 ({shape_text(shape)})")
 
 
 def test_convert_is_asked_for_once() -> None:
