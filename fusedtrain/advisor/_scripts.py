@@ -24,12 +24,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ._child import command
+from ._views import users_part
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 EXITED, DIED = "exited", "died"
@@ -243,7 +243,7 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
+        traceback.print_exception(type(error), error, users_part(error.__traceback__))
         write(RAISED)
         return 1
     return 0
@@ -261,10 +261,3 @@ def _at_end_of_threads(write: Callable[[str], None]) -> None:
         atexit.register(write, ENDED)
     else:
         write(ENDED)
-
-
-def _of_script(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """The traceback from the script's first frame on: ours and runpy's are no news."""
-    while trace is not None and trace.tb_frame.f_code.co_filename != script:
-        trace = trace.tb_next
-    return trace

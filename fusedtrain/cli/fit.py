@@ -7,13 +7,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 
 from .._text import FEW_BYTES, bytes_in, memory_text, shape_text
+from ..advisor._views import users_part
 from ..advisor.fitting import HEADINGS, PRECISIONS, FitReport, fit
 from ..advisor.tuning._job import split
 from ._exit import Exit
@@ -127,7 +127,7 @@ def command(
         except (Exception, SystemExit) as error:  # the function of a script may end it
             failure = error
     if failure is not None:
-        failure.__traceback__ = _of_others(failure.__traceback__)
+        failure.__traceback__ = users_part(failure.__traceback__)
         if failure.__traceback__ is not None:
             say("".join(traceback.format_exception(failure)).rstrip("\n"))
         say(f"fit: {model}: {type(failure).__name__}: {failure}")
@@ -137,14 +137,6 @@ def command(
     if seen.partial:
         return Exit.STOPPED
     return Exit.DONE if any(row.fits for row in seen.rows) else Exit.FOUND
-
-
-def _of_others(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is not ours."""
-    ours = str(Path(__file__).parents[1])
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    return trace
 
 
 def _save(seen: FitReport, path: Path | None) -> None:

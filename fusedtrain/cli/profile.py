@@ -28,7 +28,7 @@ from ._output import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WATCHER = "fusedtrain.advisor.profiling._watch:ProfilingWatcher"
+WATCHER = "fusedtrain.advisor.profiling._watcher:ProfilingWatcher"
 COLORS = {
     "conv": "#1b6ca8",
     "matmul": "#7a3e9d",

@@ -22,7 +22,7 @@ from ..._text import shape_text
 from ..._torch_private import BatchNormBase
 from ...ops.depthwise import is_measured
 from .._memory import machine_memory, peak_of_process
-from .._watch import Site, parameters_of, without_parts
+from .._views import Site, parameters_of, without_parts
 from . import _trials
 from ._depthwise import slow_layers
 from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler

@@ -22,7 +22,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ROUNDS, _FEWEST, _BUDGET = 5, 2, 0.1  # of a layer; the budget in seconds
 
 
-class Call(NamedTuple):
+class DepthwiseCall(NamedTuple):
     """A call in training. `dtype`: of the convolution, which autocast may choose."""
 
     shape: tuple[int, ...]
@@ -32,7 +32,10 @@ class Call(NamedTuple):
     weight_trains: bool
 
 
-def call_of(layer: Any, x: Any) -> Call | None:
+CallsOfSteps = Counter[tuple[int, DepthwiseCall]]  # how often, by step
+
+
+def call_of(layer: Any, x: Any) -> DepthwiseCall | None:
     """The call of a depthwise convolution of torch; None for other layers, and without gradients.
     A subclass is not what `convert` takes."""
     if type(layer) not in _KINDS or not layer.groups == layer.in_channels > 1:
@@ -42,16 +45,16 @@ def call_of(layer: Any, x: Any) -> Call | None:
     dtype = torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
     last = x.dim() in _LAST and not x.is_contiguous()
     last = last and x.is_contiguous(memory_format=_LAST[x.dim()])
-    return Call(tuple(x.shape), dtype, last, x.requires_grad, layer.weight.requires_grad)
+    return DepthwiseCall(tuple(x.shape), dtype, last, x.requires_grad, layer.weight.requires_grad)
 
 
 def slow_layers(
-    model: nn.Module, calls: Mapping[int, Counter[tuple[int, Call]]], steps: Collection[int]
+    model: nn.Module, calls: Mapping[int, CallsOfSteps], steps: Collection[int]
 ) -> Depthwise | None:
     """The layers of a model that `convert` would change and whose kernels of some pass are then
     ours, without the model's line. `calls`: by identity of the layer, with the step; those of
     `steps` count."""
-    counts: dict[nn.Module, Counter[Call]] = {}
+    counts: dict[nn.Module, Counter[DepthwiseCall]] = {}
     for layer in model.modules():
         for (step, call), count in calls.get(id(layer), {}).items():
             if step in steps and _gains(layer, call):
@@ -91,13 +94,13 @@ def _sizes(layer: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _input(layer: Any, call: Call) -> Tensor:
+def _input(layer: Any, call: DepthwiseCall) -> Tensor:
     format = _LAST[len(call.shape)] if call.channels_last else torch.contiguous_format
     device = layer.weight.device
     return torch.empty(call.shape, dtype=call.dtype, device=device, memory_format=format)
 
 
-def _gains(layer: Any, call: Call) -> bool:
+def _gains(layer: Any, call: DepthwiseCall) -> bool:
     """Whether our kernel runs in a pass of the call."""
     use = passes_of(layer, _input(layer, call))
     return bool(
@@ -107,7 +110,7 @@ def _gains(layer: Any, call: Call) -> bool:
     )
 
 
-def _seconds(layer: Any, call: Call) -> tuple[float, float]:
+def _seconds(layer: Any, call: DepthwiseCall) -> tuple[float, float]:
     """Forward and backward in torch's kernels and in ours."""
     kind, *sizes = _sizes(layer)
     ours = getattr(fused_nn, f"Depthwise{kind.__name__}")
@@ -118,7 +121,7 @@ def _seconds(layer: Any, call: Call) -> tuple[float, float]:
     return times["now"], times["ours"]
 
 
-def _run(cls: Any, sizes: list[Any], layer: Any, call: Call) -> Callable[[], Any]:
+def _run(cls: Any, sizes: list[Any], layer: Any, call: DepthwiseCall) -> Callable[[], Any]:
     """Forward and backward of a new layer, which draws no random numbers."""
     twin = nn.utils.skip_init(cls, *sizes, device=layer.weight.device, dtype=call.dtype)
     twin.requires_grad_(call.weight_trains)

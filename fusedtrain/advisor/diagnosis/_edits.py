@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .._watch import shortest
+from .._views import shortest
 from ._graphs import adds_to
 from ._rule import Change
 

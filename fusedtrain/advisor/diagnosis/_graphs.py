@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._watch import Site, is_library, running_frames
+from .._views import Site, is_library, running_frames
 from ._facts import Kept
 from ._modules import KEY, Mark
 

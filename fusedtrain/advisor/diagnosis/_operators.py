@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import TorchDispatchMode, current_dispatch_mode
-from .._watch import Site, user_site
+from .._views import Site, user_site
 from ._facts import Copy, Event
 
 # The host needs a number of the device for these, and waits for the device.

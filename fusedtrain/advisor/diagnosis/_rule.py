@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from ..._text import time_text
-from .._watch import Site
+from .._views import Site
 from ._facts import Facts
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ..._text import counted, memory_text, time_text
-from .._watch import Site
+from .._views import Site
 from ._facts import Facts, Fusable, Layer
 from ._rule import Cost, Seen, change, not_measured, of_a_step, rule, times
 

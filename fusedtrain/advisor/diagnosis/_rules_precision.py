@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._text import memory_text
-from .._watch import Site
+from .._views import Site
 from ._facts import Facts
 from ._rule import Cost, Seen, change, not_measured, rule, share, times
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import CLIP_GRADS
-from .._watch import Site, gradients_of, user_site
+from .._views import Site, gradients_of, user_site
 from ._facts import Event
 from ._patches import Patches
 

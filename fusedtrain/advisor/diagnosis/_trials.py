@@ -23,7 +23,7 @@ from ..._graph.tracer import same_generators
 from ..._torch_private import pytree
 from ...conversion import ConversionReport, convert
 from ...folding import drop_redundant_bias, fold_frozen_norms
-from .._watch import parameters_of
+from .._views import parameters_of
 from ..bench.clock import Effort, cpu_clock, interleave, median_interval
 from ._facts import Timing
 from ._rules_optimizer import HAVE_FUSED

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_private import DataLoaderIter
-from .._watch import Site, gradients_of, user_site
+from .._views import Site, gradients_of, user_site
 from ._facts import Kept
 from ._graphs import kept_graphs
 from ._modules import Calls, Mark

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain._text import shape_text
-from fusedtrain.advisor._watch import Site
+from fusedtrain.advisor._views import Site
 from fusedtrain.advisor.diagnosis import Facts, Finding, _depthwise, decide, doctor
 from fusedtrain.advisor.diagnosis._facts import Depthwise, Fusable
 from helpers.diagnosis import training
@@ -66,7 +66,7 @@ def test_seconds_are_those_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPatc
         (slow,) = doctor(watched, steps=4).facts.depthwise
         assert (slow.layers, slow.name) == (1, "0 (2x16x28x28)")
         assert (slow.now, slow.converted) == (2.0 * calls, 0.5 * calls)
-    call = _depthwise.Call(SHAPE, torch.float32, False, False, True)
+    call = _depthwise.DepthwiseCall(SHAPE, torch.float32, False, False, True)
     counts = {id(layer): Counter({(1, call): 2, (2, call): 4, (9, call): 8})}
     slow = _depthwise.slow_layers(nn.Sequential(layer), counts, range(1, 3))
     assert slow == Depthwise("Sequential", None, 1, "0 (2x16x28x28)", 6.0, 1.5)
@@ -132,7 +132,7 @@ def test_nothing_changes() -> None:
     step()
     hooked: list[int] = []
     model[0].register_forward_hook(lambda *_: hooked.append(1))
-    key = _depthwise.Call(SHAPE, torch.float32, False, True, True)
+    key = _depthwise.DepthwiseCall(SHAPE, torch.float32, False, True, True)
 
     def state() -> list[Tensor]:
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]

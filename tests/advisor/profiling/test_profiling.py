@@ -29,7 +29,7 @@ from fusedtrain.advisor.profiling import (
 )
 from fusedtrain.advisor.profiling._convert import Conversion
 from fusedtrain.advisor.profiling._records import recording
-from fusedtrain.advisor.profiling._watch import ProfilingWatcher
+from fusedtrain.advisor.profiling._watcher import ProfilingWatcher
 
 BACKWARD = "autograd::engine::evaluate_function: ConvolutionBackward0"
 NAMES = {

@@ -11,7 +11,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,8 @@ def _folders(*paths: str | Path) -> tuple[str, ...]:
     return tuple(f"{p}{os.sep}" for path in paths for p in {str(path), str(Path(path).resolve())})
 
 
-TORCH_AND_OURS = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
+_OURS = _folders(Path(__file__).parents[1])
+TORCH_AND_OURS = _folders(Path(torch.__file__).parent) + _OURS
 _INSTALLED = _folders(*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _LIBRARIES = TORCH_AND_OURS + _INSTALLED
 
@@ -56,6 +57,17 @@ def shortest(file: str) -> str:
 def is_library(file: str) -> bool:
     """Whether the file belongs to Python, to an installed package, or to fusedtrain."""
     return file.startswith(("<", *_LIBRARIES)) or str(Path(file).resolve()).startswith(_LIBRARIES)
+
+
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the first frames that are ours, or that import or run a file."""
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        machinery = path.startswith("<") or {"importlib", "runpy.py"} & {*Path(path).parts[-2:]}
+        if not machinery and not path.startswith(_OURS):
+            break
+        trace = trace.tb_next
+    return trace
 
 
 def running_frames() -> Iterator[FrameType]:
