@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,13 +15,29 @@ _COLOURS = {
 _BARS = 10
 
 
-def draw(plan: Any, path: str | Path) -> None:
-    """Draws a `MemoryPlan`."""
+class Picture(NamedTuple):
+    """Fields of a `MemoryPlan`. `outputs`: how many there are; `kinds`: rows of recomputed ops."""
+
+    budget: int
+    peak: int
+    eager_peak: int
+    store_peak: int
+    milliseconds: float
+    extra_milliseconds: float
+    timeline: dict[str, list[int]]
+    timeline_store: list[int]
+    backward_at: int
+    recomputed: int
+    outputs: int
+    kinds: list[tuple[str, int, int, int, float]]
+
+
+def draw(plan: Picture, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("MemoryPlan.plot needs matplotlib: pip install matplotlib") from error
-    kinds = plan.kinds()[:_BARS]
+    kinds = plan.kinds[:_BARS]
     figure = Figure(figsize=(11, 6 + 0.32 * max(len(kinds), 1)), layout="constrained")
     heights = [4.6, 0.5 + 0.32 * max(len(kinds), 1)]
     top, bottom = figure.subplots(2, 1, height_ratios=heights)
@@ -32,7 +48,7 @@ def draw(plan: Any, path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _timeline(axes: Axes, plan: Any) -> None:
+def _timeline(axes: Axes, plan: Picture) -> None:
     """Areas under the plan, and lines for `convert`, the budget and eager's peak."""
     scale, unit = _unit(max(plan.eager_peak, plan.store_peak, plan.budget))
     moments = range(len(plan.timeline_store))
@@ -72,7 +88,7 @@ def _timeline(axes: Axes, plan: Any) -> None:
     axes.set_xlabel("moments of a training step: every tensor that autograd saves, then uses")
     axes.set_title(
         f"peak {plan.peak / scale:.3g} {unit} under the plan, {plan.recomputed} of "
-        f"{len(plan.steps)} outputs recomputed",
+        f"{plan.outputs} outputs recomputed",
         loc="left", pad=18,
     )  # fmt: skip
     handles, labels = axes.get_legend_handles_labels()
@@ -82,7 +98,7 @@ def _timeline(axes: Axes, plan: Any) -> None:
     )  # fmt: skip
 
 
-def _bars(axes: Axes, plan: Any, kinds: list[tuple[str, int, int, int, float]]) -> None:
+def _bars(axes: Axes, plan: Picture, kinds: list[tuple[str, int, int, int, float]]) -> None:
     """The bytes of each op's recomputed outputs, with their time as text."""
     scale, unit = _unit(max((row[3] for row in kinds), default=0))
     bars = axes.barh(range(len(kinds)), [row[3] / scale for row in kinds], 0.7, color="#e08a1e")

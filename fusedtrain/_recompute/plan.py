@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from torch import nn
 
 from .._text import column_lines, memory_text
+from .picture import Picture, draw
 
 _FORMAT = 2  # of the file
 _ROWS = 12  # of the table
@@ -135,9 +136,9 @@ class MemoryPlan:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from .picture import draw
-
-        draw(self, path)
+        counts = {"recomputed": self.recomputed, "outputs": len(self.steps)}
+        shown: dict[str, Any] = {**vars(self), **counts, "kinds": self.kinds()}
+        draw(Picture(**{name: shown[name] for name in Picture._fields}), path)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""

@@ -3,6 +3,6 @@
 
 `diagnosis` is `doctor`, `profiling` is `profile`, `tuning` is `tune`, `fitting` is `fit`. `bench`
 has the clock and the gate of every timing and the contestants of the command `bench`. `_scripts`
-runs a user's script in a fresh process and ends it after so many steps; `_child` starts such
-processes; `_watch` has what several of them see of a run.
+runs a user's script in a fresh process (`__main__`) and ends it after so many steps; `_child`
+starts processes; `_views` has what several programs see of a run.
 """

@@ -10,7 +10,7 @@ _CGROUP = Path("/sys/fs/cgroup")  # of a container: its own
 
 
 def available_memory() -> int | None:
-    """Bytes that Linux can give without swapping; None where the system does not tell it."""
+    """Bytes that Linux can give without swapping; None if the system does not say."""
     free = [_in_kilobytes("MemAvailable:")]
     limit, used = _cgroup("memory.max"), _cgroup("memory.current")
     if limit is not None and used is not None:
@@ -19,13 +19,13 @@ def available_memory() -> int | None:
 
 
 def machine_memory() -> int | None:
-    """Bytes of this machine, or of the container; None where the system does not tell it."""
+    """Bytes of this machine, or of the container; None if the system does not say."""
     sizes = _in_kilobytes("MemTotal:"), _cgroup("memory.max")
     return min((size for size in sizes if size is not None), default=None)
 
 
 def peak_of_process() -> int | None:
-    """The most bytes that were resident at once; None where the system does not tell it."""
+    """The most bytes that were resident at once; None if the system does not say."""
     try:
         import resource
     except ImportError:  # Windows

@@ -1,8 +1,8 @@
 """Runs a user's script in a fresh process until it has taken so many optimizer steps.
 
-The parent calls `in_fresh_process`. The child is a module of ours (`_child.py` starts it), which
-calls `run_until` with a `Watcher`: the script runs as ``__main__`` with its own arguments, as when
-Python runs a script. A step is an optimizer's ``step()``, of whichever optimizer.
+The parent calls `in_fresh_process` with the name of a `Watcher`. The child (`__main__.py`, started
+by `_child.py`) makes the watcher and runs the script as ``__main__`` with its own arguments, as
+Python does. A step is an optimizer's ``step()``, of whichever optimizer.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import json
 import multiprocessing
 import os
+import pkgutil
 import runpy
 import signal
 import subprocess
@@ -23,12 +24,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ._child import command
+from ._views import users_part
 
 DONE, ENDED, RAISED, STOPPED = "done", "ended", "raised", "stopped"
 EXITED, DIED = "exited", "died"
@@ -43,13 +44,13 @@ class Watcher(Protocol):
     """Observer of a script while it runs."""
 
     def begin(self) -> None:
-        """Before the script's first line."""
+        """Called before the script's first line."""
 
     def step(self, count: int, optimizer: Optimizer) -> bool:
-        """After the optimizer step number ``count`` (from 1); whether all has been seen."""
+        """Called after optimizer step number ``count`` (from 1); returns whether all was seen."""
 
     def finish(self) -> dict[str, Any]:
-        """The results so far, once: all has been seen, or the script has ended, or raised."""
+        """The results. Called once: all was seen, or the script has ended or raised."""
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,26 @@ class Run:
 
 
 def in_fresh_process(
-    module: str,
+    watcher: str,
     options: dict[str, Any],
     script: str,
     arguments: Sequence[str],
     *,
     script_prints_to_stderr: bool = False,
 ) -> Run:
-    """Runs the module on the script; the options and the results travel as JSON.
+    """Runs the script under a watcher, which the child makes as ``watcher(script, **options)``.
 
     The script's output and a traceback go where they would go without us, its stdout to stderr if
     stdout is for the results.
+
+    Args:
+        watcher: "module:Class".
+        options: travel as JSON, and so do the results.
     """
     with tempfile.TemporaryDirectory(prefix="fusedtrain-") as folder:
-        task = Path(folder, "task.json")
-        task.write_text(json.dumps({**options, "results": str(Path(folder, "results.json"))}))
-        words = command(module, str(task), script, *arguments)
+        task, written = Path(folder, "task.json"), Path(folder, "results.json")
+        task.write_text(json.dumps({"watcher": watcher, "options": options}))
+        words = command(__package__, str(task), str(written), script, *arguments)
         sys.stdout.flush()
         output = sys.stderr.fileno() if script_prints_to_stderr else None
         # A session of its own: Ctrl-C of a terminal reaches us alone, and what ends us ends it all.
@@ -98,14 +103,13 @@ def in_fresh_process(
         interrupted = False
         try:
             with _raising(signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-                status = _wait(process, Path(folder, "results.json"))
+                status = _wait(process, written)
         except KeyboardInterrupt:
             interrupted = True
             status = _wait_after_interrupt(process)
         except BaseException:
             end_group(process, _LAST_WORDS)
             raise
-        written = Path(folder, "results.json")
         if written.exists():
             return Run(**json.loads(written.read_text()), status=status)
     # Interrupted before it came to the script, the child has nothing to write.
@@ -113,7 +117,7 @@ def in_fresh_process(
 
 
 def _wait(process: subprocess.Popen[bytes], results: Path) -> int:
-    """Until the process ends; of a script that was ended and does not, the process is killed."""
+    """Waits for the process to end, and kills the process of an ended script that goes on."""
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(1.0)
@@ -134,8 +138,8 @@ def _wait_after_interrupt(process: subprocess.Popen[bytes]) -> int:
 
 @contextlib.contextmanager
 def _raising(*signals: signal.Signals) -> Iterator[None]:
-    """Signals that would end this process raise SystemExit, so that it can clean up: `timeout`,
-    batch systems and closed terminals send them."""
+    """Lets signals that would end this process raise SystemExit, so that it can clean up. They come
+    from `timeout`, batch systems and closed terminals."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {one: signal.getsignal(one) for one in signals}
@@ -154,8 +158,8 @@ def _raising(*signals: signal.Signals) -> Iterator[None]:
 
 
 def end_group(process: subprocess.Popen[Any], grace: float = 0.0) -> None:
-    """Ends a process that leads a session, and those that it has started: a loader's workers. With
-    `grace` seconds to clean up."""
+    """Ends a process that leads a session, and the processes that it has started, such as workers
+    of a loader. `grace`: seconds to clean up."""
     if not hasattr(os, "killpg"):  # Windows
         process.kill()
     else:
@@ -173,10 +177,11 @@ class _EnoughSteps(BaseException):
     """Ends the script. ``except Exception`` of a script does not catch this."""
 
 
-def read_task(argv: Sequence[str]) -> tuple[dict[str, Any], str, list[str]]:
-    """The options that the parent sent, the script, and the script's arguments."""
-    task: dict[str, Any] = json.loads(Path(argv[0]).read_text())
-    return task, argv[1], list(argv[2:])
+def run_task(task: str, results: str, script: str, *arguments: str) -> int:
+    """The work of the child; returns the exit status."""
+    sent = json.loads(Path(task).read_text())
+    watcher: Watcher = pkgutil.resolve_name(sent["watcher"])(script, **sent["options"])
+    return run_until(watcher, results, script, arguments)
 
 
 def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[str]) -> int:
@@ -238,7 +243,7 @@ def run_until(watcher: Watcher, results: str, script: str, arguments: Sequence[s
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
-        traceback.print_exception(type(error), error, _of_script(error.__traceback__, script))
+        traceback.print_exception(type(error), error, users_part(error.__traceback__))
         write(RAISED)
         return 1
     return 0
@@ -256,10 +261,3 @@ def _at_end_of_threads(write: Callable[[str], None]) -> None:
         atexit.register(write, ENDED)
     else:
         write(ENDED)
-
-
-def _of_script(trace: TracebackType | None, script: str) -> TracebackType | None:
-    """The traceback from the script's first frame on: ours and runpy's are no news."""
-    while trace is not None and trace.tb_frame.f_code.co_filename != script:
-        trace = trace.tb_next
-    return trace

@@ -24,12 +24,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 import rich.box
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from .. import __version__
 from .._text import column_lines
+from ..advisor.bench.clock import device_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,7 +85,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where the user wants the report."""
+    """The forms in which the user wants the report."""
 
     json: bool = False
     plot: Path | None = None
@@ -157,8 +160,8 @@ def output_options(function: Command) -> Command:
 
 
 class NewFile(click.Path):
-    """A file to be written. That its folder is there, and can be written to, is checked before any
-    work is done."""
+    """A file to be written. Its folder must exist and be writable, which is checked before any work
+    is done."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -194,6 +197,13 @@ def today() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
+def machine_facts(device: str | None = None, **more: str) -> dict[str, str]:
+    """Facts of every report. `device`: its name; None: that of the GPU, or else of the CPU."""
+    device = device or device_name("cuda" if torch.cuda.is_available() else "cpu")
+    versions = {"torch": torch.__version__, "fusedtrain": __version__}
+    return {"device": device, **versions, **more, "date": today()}
+
+
 # --- progress ---
 
 
@@ -206,7 +216,7 @@ def say(message: str) -> None:
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
     """Shows that work goes on: a bar on a terminal, in a log a line for each stage.
 
-    The caller calls what it gets with the name of each stage, when the stage begins.
+    Yields a function that the caller calls with the name of each stage when the stage begins.
     """
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -6,15 +6,22 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-import torch
 
-from .. import __version__
 from .._text import time_text
 from ..advisor._scripts import DIED, EXITED, RAISED, STOPPED
-from ..advisor.bench.clock import device_name
 from ..advisor.diagnosis import Diagnosis, doctor, finding_lines
 from ._exit import Exit
-from ._output import Column, Outputs, Report, Script, Table, output_options, progress, say, today
+from ._output import (
+    Column,
+    Outputs,
+    Report,
+    Script,
+    Table,
+    machine_facts,
+    output_options,
+    progress,
+    say,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -90,12 +97,7 @@ def _report(diagnosis: Diagnosis, script: str) -> Report:
         data=data,
         tables=tables,
         notes=diagnosis.not_checked_lines(),
-        facts={
-            "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
-            "torch": torch.__version__,
-            "fusedtrain": __version__,
-            "date": today(),
-        },
+        facts=machine_facts(),
         figure=(lambda: _figure(diagnosis)) if times else None,
         partial=diagnosis.partial,
         text="\n".join(lines).rstrip(),

@@ -7,14 +7,13 @@ import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 
-from .. import __version__
 from .._text import FEW_BYTES, bytes_in, memory_text, shape_text
+from ..advisor._views import users_part
 from ..advisor.fitting import HEADINGS, PRECISIONS, FitReport, fit
 from ..advisor.tuning._job import split
 from ._exit import Exit
@@ -24,10 +23,10 @@ from ._output import (
     Outputs,
     Report,
     Table,
+    machine_facts,
     output_options,
     progress,
     say,
-    today,
 )
 from .tune import Setting, Shape
 
@@ -128,7 +127,7 @@ def command(
         except (Exception, SystemExit) as error:  # the function of a script may end it
             failure = error
     if failure is not None:
-        failure.__traceback__ = _of_others(failure.__traceback__)
+        failure.__traceback__ = users_part(failure.__traceback__)
         if failure.__traceback__ is not None:
             say("".join(traceback.format_exception(failure)).rstrip("\n"))
         say(f"fit: {model}: {type(failure).__name__}: {failure}")
@@ -138,14 +137,6 @@ def command(
     if seen.partial:
         return Exit.STOPPED
     return Exit.DONE if any(row.fits for row in seen.rows) else Exit.FOUND
-
-
-def _of_others(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame on that is not ours."""
-    ours = str(Path(__file__).parents[1])
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
-        trace = trace.tb_next
-    return trace
 
 
 def _save(seen: FitReport, path: Path | None) -> None:
@@ -164,15 +155,10 @@ def _save(seen: FitReport, path: Path | None) -> None:
 
 def _report(seen: FitReport, optimizer: str, shape: Sequence[int] | str) -> Report:
     sample = shape if isinstance(shape, str) else shape_text(shape)
-    facts = {
-        "device": seen.device,
-        "torch": torch.__version__,
-        "fusedtrain": __version__,
-        "threads": str(torch.get_num_threads()),
-        "input": f"{sample}, {optimizer}, {seen.precision}",
-        "memory": memory_text(seen.memory),
-        "date": today(),
-    }
+    facts = machine_facts(
+        seen.device, threads=str(torch.get_num_threads()),
+        input=f"{sample}, {optimizer}, {seen.precision}", memory=memory_text(seen.memory),
+    )  # fmt: skip
     columns = [Column(name, left=name in ("way", "")) for name in HEADINGS]
     return Report(
         f"fusedtrain fit {seen.model}",

@@ -9,12 +9,9 @@ from statistics import fmean, variance
 from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
-from .. import __version__
 from .._text import counted
 from ..advisor._scripts import DONE, ENDED, EXITED, RAISED, STOPPED, Run, in_fresh_process
-from ..advisor.bench.clock import device_name
 from ._exit import Exit
 from ._output import (
     Column,
@@ -23,15 +20,15 @@ from ._output import (
     Report,
     Script,
     Table,
+    machine_facts,
     output_options,
     progress,
-    today,
 )
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MODULE = "fusedtrain.advisor.profiling"
+WATCHER = "fusedtrain.advisor.profiling._watcher:ProfilingWatcher"
 COLORS = {
     "conv": "#1b6ca8",
     "matmul": "#7a3e9d",
@@ -101,7 +98,7 @@ def command(
 
 
 def _run(task: dict[str, Any], script: str, arguments: Sequence[str], outputs: Outputs) -> Run:
-    return in_fresh_process(MODULE, task, script, arguments, script_prints_to_stderr=outputs.json)
+    return in_fresh_process(WATCHER, task, script, arguments, script_prints_to_stderr=outputs.json)
 
 
 def _saw(run: Run) -> bool:
@@ -122,12 +119,7 @@ def _status(runs: Sequence[Run]) -> Exit:
 
 def _report(script: str, runs: Sequence[Run], steps: int) -> Report:
     names = (MOST * NAMES)[: len(runs)]
-    facts = {
-        "device": device_name("cuda" if torch.cuda.is_available() else "cpu"),
-        "torch": torch.__version__,
-        "fusedtrain": __version__,
-        "date": today(),
-    }
+    facts = machine_facts()
     notes: list[str] = []
     by_name = {
         name: [run.results for other, run in zip(names, runs, strict=True)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from .. import __version__
 from .._text import memory_text, shape_text
 from ..advisor.tuning import (
     HEADINGS,
@@ -21,7 +20,7 @@ from ..advisor.tuning import (
     tune,
 )
 from ._exit import Exit
-from ._output import Column, Outputs, Report, Table, output_options, progress, say, today
+from ._output import Column, Outputs, Report, Table, machine_facts, output_options, progress, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,15 +136,9 @@ def command(
 
 
 def _report(seen: TuneReport, optimizer: str, shape: Sequence[int]) -> Report:
-    facts = {
-        "device": seen.device,
-        "torch": torch.__version__,
-        "fusedtrain": __version__,
-        "threads": str(torch.get_num_threads()),
-        "input": f"{shape_text(shape)}, {optimizer}",
-        "date": today(),
-        "time": f"{seen.seconds:.0f} s",
-    }
+    threads, sample = str(torch.get_num_threads()), f"{shape_text(shape)}, {optimizer}"
+    facts = machine_facts(seen.device, threads=threads, input=sample)
+    facts["time"] = f"{seen.seconds:.0f} s"
     names = (*HEADINGS[:-1], "verdict")
     columns = [Column(name, left=name in ("trial", "verdict")) for name in names]
     notes = [*seen.summary, LEGEND, f"{seen.memory_means}."] if seen.trials else []

@@ -32,7 +32,7 @@ from .._text import FEW_BYTES, bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
 from ._autocast import autocast_dtype, autocast_to, without_autocast
-from ._meter import Meter
+from ._meter import Meter, synchronize
 from ._profile import Profile, Running, metered, profile, structure
 from ._search import Choice, Search
 from ._simulate import Outcome, Simulator, peak_lines
@@ -112,7 +112,7 @@ def plan_memory(
     device = next((t.device for t in twin.parameters()), torch.device("cpu"))
     show = _Progress()
 
-    def begin(samples: int = 0) -> Running:
+    def begin(samples: int) -> Running:
         arguments, named = arguments_of(example)
         if samples:
             arguments, named = pytree.tree_map(partial(_first, samples), (arguments, named))
@@ -126,24 +126,25 @@ def plan_memory(
 
         return Running(forward, inputs)
 
-    dtype = autocast_dtype(device.type)
+    dtype, steps = autocast_dtype(device.type), _Twin(twin, begin, device)
     with (
         restored(original), same_generators(), without_compiled_code(twin), torch.enable_grad(),
         without_autocast(device.type),
     ):  # fmt: skip
         show("eager PyTorch on the example")
-        eager = _peak(twin, begin, device)
+        eager = steps.peak()
         convert(twin, memory="recompute")
         set_recomputing(twin, False)
         show("the functions of a step")
-        measured = profile(twin, begin, device)
-        fixed = _fixed_bytes(twin, begin().inputs, optimizer)
+        measured = profile(twin, partial(begin, 0), device)
+        fixed = _fixed_bytes(twin, begin(0).inputs, optimizer)
         search = Search(Simulator(measured))
         search.run(lambda done, of: show(f"choices, {done} of {of}"))
         limit = int(allowed * eager) if isinstance(allowed, float) else allowed - fixed
         in_bytes = isinstance(allowed, int)
-        measure = partial(_measured, twin, measured, begin, device)
-        chosen, outcome, peak = _fitting(search, limit, show, measure)
+        chosen, outcome, peak = _fitting(
+            search, limit, show, lambda choice: steps.peak(_trial_plan(measured, choice))
+        )
         if peak > limit:
             share = f"{math.ceil(100 * peak / max(eager, 1)) / 100:.2f} of eager's"
             hint = (
@@ -155,10 +156,10 @@ def plan_memory(
                 f"{memory_text(eager)}{hint}"
             )
         show("the time of steps")
-        milliseconds, extra = _timed(twin, begin, device, measured, chosen)
-        batch = _batch_of(begin().inputs)
+        milliseconds, extra = steps.timed(_trial_plan(measured, chosen) if any(chosen) else None)
+        batch = _batch_of(begin(0).inputs)
         show("half of the example")
-        half = _half(twin, begin, batch, device, measured)
+        half = steps.half(batch, measured)
     show("")
     return MemoryPlan(
         fingerprint(original), limit, peak, outcome.peak, eager, max(measured.totals),
@@ -219,41 +220,57 @@ def _step(model: nn.Module, running: Running) -> None:
     del output
 
 
-def _peak(model: nn.Module, begin: Callable[[], Running], device: torch.device) -> int:
-    running = begin()
-    with Meter(device) as meter:
-        _step(model, running)
-    model.zero_grad(set_to_none=True)
-    return meter.peak
+class _Twin:
+    """A copy of the model that takes steps on the example. `begin(samples)`: a forward of so many
+    samples that is about to run; 0: of all."""
 
+    def __init__(
+        self, model: nn.Module, begin: Callable[[int], Running], device: torch.device
+    ) -> None:
+        self.model, self.begin, self.device = model, begin, device
 
-def _timed(
-    model: nn.Module,
-    begin: Callable[[], Running],
-    device: torch.device,
-    measured: Profile,
-    chosen: Choice,
-) -> tuple[float, float]:
-    """Milliseconds of a step, and what the choice adds: steps in turn, without their first."""
-    times: tuple[list[float], list[float]] = ([], [])
-    plans: list[bool | MemoryPlan] = [False]
-    if any(chosen):
-        plans.append(_trial_plan(measured, chosen))
-    until = time.perf_counter() + _SECONDS
-    while len(times[0]) <= _STEPS or (len(times[0]) < 4 * _STEPS and time.perf_counter() < until):
-        for plan, row in zip(plans, times):
-            set_recomputing(model, plan)
-            running = begin()
-            start = time.perf_counter()
-            _step(model, running)
-            if device.index is not None:
-                torch.accelerator.synchronize(device)
-            row.append(time.perf_counter() - start)
-    set_recomputing(model, False)
-    model.zero_grad(set_to_none=True)
-    differences = [planned - alone for alone, planned in zip(*times)][1:]
-    extra = statistics.median(differences) if differences else 0.0
-    return statistics.median(times[0][1:]) * 1e3, max(extra, 0.0) * 1e3
+    def peak(self, plan: bool | MemoryPlan = False) -> int:
+        """The peak of a step under a plan."""
+        set_recomputing(self.model, plan)
+        try:
+            running = self.begin(0)
+            with Meter(self.device) as meter:
+                _step(self.model, running)
+        finally:
+            set_recomputing(self.model, False)
+        self.model.zero_grad(set_to_none=True)
+        return meter.peak
+
+    def timed(self, plan: MemoryPlan | None) -> tuple[float, float]:
+        """Milliseconds of a step, and what the plan adds: steps in turn, without their first."""
+        times: tuple[list[float], list[float]] = ([], [])
+        plans: list[bool | MemoryPlan] = [False] if plan is None else [False, plan]
+        until = time.perf_counter() + _SECONDS
+        while len(times[0]) <= _STEPS or (
+            len(times[0]) < 4 * _STEPS and time.perf_counter() < until
+        ):
+            for one, row in zip(plans, times):
+                set_recomputing(self.model, one)
+                running = self.begin(0)
+                start = time.perf_counter()
+                _step(self.model, running)
+                synchronize(self.device)
+                row.append(time.perf_counter() - start)
+        set_recomputing(self.model, False)
+        self.model.zero_grad(set_to_none=True)
+        differences = [planned - alone for alone, planned in zip(*times)][1:]
+        extra = statistics.median(differences) if differences else 0.0
+        return statistics.median(times[0][1:]) * 1e3, max(extra, 0.0) * 1e3
+
+    def half(self, batch: int, whole: Profile) -> Profile | None:
+        """The profile of half of the example; None if it tells nothing of other batches."""
+        if batch < 2:
+            return None
+        try:
+            half = metered(self.model, self.begin(batch // 2), self.device)
+        except Exception:  # of the user's model or loss, which need not take another batch
+            return None
+        return half if structure(half) == structure(whole) else None
 
 
 def _trial_plan(measured: Profile, chosen: Choice) -> MemoryPlan:
@@ -268,38 +285,6 @@ def _batch_of(inputs: list[Tensor]) -> int:
 
 def _first(samples: int, leaf: Any) -> Any:
     return leaf[:samples] if isinstance(leaf, Tensor) else leaf
-
-
-def _half(
-    model: nn.Module,
-    begin: Callable[[int], Running],
-    batch: int,
-    device: torch.device,
-    whole: Profile,
-) -> Profile | None:
-    """The profile of the first half of the example; None if it tells nothing of other batches."""
-    if batch < 2:
-        return None
-    try:
-        half = metered(model, begin(batch // 2), device)
-    except Exception:  # of the user's model or loss, which need not take another batch
-        return None
-    return half if structure(half) == structure(whole) else None
-
-
-def _measured(
-    model: nn.Module,
-    measured: Profile,
-    begin: Callable[[], Running],
-    device: torch.device,
-    chosen: Choice,
-) -> int:
-    """The peak of a step under the choice."""
-    set_recomputing(model, _trial_plan(measured, chosen))
-    try:
-        return _peak(model, begin, device)
-    finally:
-        set_recomputing(model, False)
 
 
 def _fitting(

@@ -1,4 +1,4 @@
-"""Autocast as a training step has it: the forward enters and leaves it, and casts each weight anew.
+"""Autocast of a training step: the forward enters and leaves autocast, and casts each weight anew.
 The cache of an outer autocast would hide the bytes of these casts."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def without_autocast(device: str) -> AbstractContextManager[object]:
-    """The context of everything but forwards."""
+    """The context of all work outside forwards."""
     enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if enabled else nullcontext()
 

@@ -3,6 +3,7 @@ extrapolated."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,14 +21,34 @@ from ._timeline import timelines
 _LOWEST = 16  # choices by which the largest batch is predicted
 
 
-def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
-    """The largest number up to `most` that fits, by doubling from `first` on and bisection, or
-    0."""
-    low, high, number = 0, most + 1, min(first, most)
-    while high - low > 1:
+def largest(
+    fits: Callable[[int], bool],
+    most: int,
+    propose: Callable[[int, int], int],
+    low: int = 0,
+    tries: int = sys.maxsize,
+    close: float = 0.0,
+) -> int:
+    """The largest number up to `most` that is known to fit, in at most so many tries.
+
+    Args:
+        propose: returns the next number; called with the largest number that fits and the least
+            that does not.
+        low: fits already; 0: none does.
+        close: share of a number by which a larger one must exceed it to be worth a try.
+    """
+    high = most + 1
+    for _ in range(tries):
+        number = min(propose(low, high), high - 1)
+        if number - low <= close * low:
+            break
         low, high = (number, high) if fits(number) else (low, number)
-        number = min(2 * low, most) if high > most else (low + high) // 2
     return low
+
+
+def doubling(first: int, most: int) -> Callable[[int, int], int]:
+    """Proposes `first`, then twice as much while all fit, then the middle."""
+    return lambda low, high: max(first, 2 * low) if high > most else (low + high) // 2
 
 
 class BatchPlanner:
@@ -64,7 +85,7 @@ class BatchPlanner:
             peaks = (simulator.run(choice).peak for choice in ordered[:_LOWEST])
             return min(peaks) <= limit(batch)
 
-        return largest(fits, self._batches[1], most)
+        return largest(fits, most, doubling(self._batches[1], most))
 
     def lowest(self, batch: int) -> int:
         """The lowest simulated peak."""

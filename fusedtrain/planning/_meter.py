@@ -13,6 +13,12 @@ from .._backends import quiet_kineto
 _MARK = "fusedtrain mark"
 
 
+def synchronize(device: torch.device) -> None:
+    """Waits for an accelerator."""
+    if device.index is not None:
+        torch.accelerator.synchronize(device)
+
+
 class Meter:
     """While entered, `mark()` ends an interval. Afterwards `peaks[i]` is the most that was
     allocated after mark i, and before the next one, since the meter was entered."""

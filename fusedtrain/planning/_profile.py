@@ -25,7 +25,7 @@ from .._torch_private import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
-from ._meter import Meter
+from ._meter import Meter, synchronize
 
 _REPEATS = 3  # of an op that is timed
 _STATE = torch.get_rng_state().nbytes  # of a CPU's generator
@@ -83,7 +83,7 @@ class Running(NamedTuple):
 
 
 class _Mark:
-    """In the place of a recipe: the number of the step."""
+    """The number of a step, where a recipe would be."""
 
     __slots__ = ("__weakref__", "number")
 
@@ -92,7 +92,7 @@ class _Mark:
 
 
 class _Profiler(Scope):
-    """Notes what `Planned` could decide. Nothing is recomputed."""
+    """Notes the outputs that `Planned` could recompute. Nothing is recomputed here."""
 
     sees_torch = True
 
@@ -238,17 +238,12 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
     times = []
     with torch.no_grad():
         for _ in range(_REPEATS):
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             call()
-            _synchronize(device)
+            synchronize(device)
             times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.index is not None:
-        torch.accelerator.synchronize(device)
 
 
 def profile(model: nn.Module, step: Callable[[], Running], device: torch.device) -> Profile:

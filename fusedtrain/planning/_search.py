@@ -142,7 +142,7 @@ class Search:
             self._simulate(tuple(chosen))
 
     def _segmented(self) -> list[Choice]:
-        """For each number of segments, all but the tensors that cross the cuts."""
+        """A choice for each number of segments: all outputs but those that cross the cuts."""
         steps, sizes = self.simulator.profile.steps, self.simulator.bytes
         last_use = list(range(len(steps)))
         for number, step in enumerate(steps):

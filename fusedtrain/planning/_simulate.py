@@ -55,7 +55,7 @@ class Simulator:
         self._rest = [total - kept for total, kept in zip(totals, stored)]
 
     def _uses(self, chosen: list[bool]) -> tuple[list[int], list[int]]:
-        """Uses of each step's recipe, and the last node that holds the recipe."""
+        """The number of uses of each step's recipe, and the last node that holds the recipe."""
         uses, ends = [0] * len(chosen), [-1] * len(chosen)
         for number in range(len(chosen) - 1, -1, -1):
             if not chosen[number]:
@@ -77,7 +77,7 @@ class Simulator:
     def _spans(
         self, chosen: list[bool], uses: list[int], ends: list[int]
     ) -> tuple[list[int], list[int]]:
-        """First and last moment of each storage."""
+        """The first and last moments at which each storage is held."""
         start, end = self._held[0][:], self._held[1][:]
 
         def hold(storage: int, since: int, until: int) -> None:
@@ -127,8 +127,8 @@ class Simulator:
         return totals, backward.milliseconds
 
     def areas(self, choice: Sequence[bool], groups: Sequence[str]) -> dict[str, list[int]]:
-        """Bytes by moment that are kept of each group, `groups` by storage; recomputed outputs; and
-        the rest: gradients, and what ops allocate while they run."""
+        """Bytes by moment: those kept of each group (`groups`: by storage), recomputed outputs, and
+        the rest (gradients, and allocations of running ops)."""
         chosen = self._within_depth(choice)
         uses, ends = self._uses(chosen)
         spans: dict[str, list[tuple[int, int, int]]] = {}

@@ -33,7 +33,7 @@ def timelines(simulator: Simulator, chosen: Sequence[bool]) -> dict[str, Any]:
 
 
 def _groups(simulator: Simulator) -> list[str]:
-    """Group of modules that made the tensor of each storage, or `OTHERS`."""
+    """The group of modules that made each storage, or `OTHERS`."""
     profile = simulator.profile
     modules = [""] * len(profile.bytes)
     for save in profile.saves:

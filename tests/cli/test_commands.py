@@ -7,6 +7,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,32 +68,51 @@ def test_without_the_extra() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("words", "blame"),
-    [
-        (["bench", "nonsense"], "'nonsense' is not one of"),
-        (["bench", "--size", "big"], "big is no number of elements"),
-        (["bench", "--size", "0"], "0 is not positive"),
-        (["bench", "--plot", "/no/folder/roof.png"], "there is no folder /no/folder"),
-        (["bench", "--html", "/"], "is a directory"),
-        (["profile"], "Missing argument 'SCRIPT'"),
-        (["profile", "/no/script.py"], "does not exist"),
-        (["profile", "--steps", "0", __file__], "0 is not in the range"),
-        (
-            ["doctor", "--step", "10", __file__],
-            "No such option '--step'; options of the script come",
-        ),
-        (["doctor", "--step", "10", __file__], "--steps"),
-        (["profile", "--lr=0.1", __file__], "No such option '--lr'; options of the script come"),
-        (["tune", "--switches", "batch", "m.py:f"], "No such option '--switches'"),
-    ],
-)
+FIT = ("fit", "m:f", "--input", "3x8x8", "--memory", "1GB")
+TUNE = ("tune", "m.py:f", "--input", "3x8x8")
+# A command that is called wrongly, and words of the message.
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("bench", "nonsense"), "'nonsense' is not one of"),
+    (("bench", "--size", "big"), "big is no number of elements"),
+    (("bench", "--size", "0"), "0 is not positive"),
+    (("bench", "--plot", "/no/folder/roof.png"), "there is no folder /no/folder"),
+    (("bench", "--html", "/"), "is a directory"),
+    (("profile",), "Missing argument 'SCRIPT'"),
+    (("profile", "/no/script.py"), "does not exist"),
+    (("profile", "--steps", "0", __file__), "0 is not in the range"),
+    (("profile", "--lr=0.1", __file__), "No such option '--lr'; options of the script come"),
+    (("doctor", "--step", "10", __file__), "No such option '--step'; options of the script come"),
+    (("doctor", "--step", "10", __file__), "--steps"),
+    (("fit", "m:f", "--memory", "1GB"), "Missing option '--input'"),
+    (("fit", "m:f", "--input", "3x8x8"), "Missing option '--memory'"),
+    ((*FIT, "--memory", "much"), "'much' is no size, like '800MB' or '4GiB'"),
+    ((*FIT, "--memory", "4"), "4 are 4 bytes; sizes are '800MB' or '4GiB'"),
+    ((*FIT, "--memory", "1.5"), "'1.5' is no size"),
+    ((*FIT, "--input", "3xx"), "3xx is no shape of a sample"),
+    ((*FIT, "--batch", "1"), "1 is not in the range x>=2"),
+    (("fit", "resnet50", *FIT[2:]), "expected torchvision:NAME"),
+    (("fit", "/no/m.py:f", *FIT[2:]), "there is no file /no/m.py; MODEL is"),
+    ((*FIT, "--input", "/no/m.py:f"), "no file /no/m.py; --input is"),
+    ((*FIT, "--step", "step"), "--step: expected path.py:FUNCTION"),
+    ((*FIT, "--step", "/no/m.py:f"), "/no/m.py; --step is path"),
+    ((*FIT, "--precision", "half"), "'half' is not one of 'fp32'"),
+    ((*FIT, "--save", "/no/a.json"), "there is no folder /no"),
+    (("tune", "resnet50", *TUNE[2:]), "resnet50: expected torchvision:NAME"),
+    ((*TUNE, "--input", "3xtwo"), "3xtwo is no shape of a sample, like 3x224x224"),
+    ((*TUNE, "--input", "3x0x3"), "3x0x3 is no shape of a sample"),
+    ((*TUNE, "--budget", "soon"), "soon is no time, like 90s, 5m or 1h"),
+    ((*TUNE, "--config", "hidden"), "hidden is not NAME=VALUE"),
+    ((*TUNE, "--switch", "magic"), "magic"),
+    ((*TUNE, "--switches", "batch"), "No such option '--switches'"),
+    (("tune", "m.py:f"), "--input"),
+]
+
+
+@pytest.mark.parametrize(("words", "blame"), WRONG)
 def test_wrong_use(
-    words: list[str],
-    blame: str,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], blame: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words) == Exit.USAGE
     captured = capsys.readouterr()
@@ -126,18 +146,24 @@ def test_a_pipe_gets_one_plain_line_a_row(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_a_terminal_gets_a_table(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    written = io.StringIO()
-    console = Console(file=written, force_terminal=True, width=60, highlight=False)
-    monkeypatch.setattr(_output, "Console", lambda **options: console)
-    Outputs().write(REPORT)
-    shown = written.getvalue()
-    assert "─" in shown
-    assert "\x1b[" in shown
-    assert "<b>" in shown
-    assert "PARTIAL: half of it" in shown
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Report, int], str]:
+    """A report on a terminal of so many characters."""
+
+    def show(report: Report, width: int) -> str:
+        written = io.StringIO()
+        console = Console(file=written, force_terminal=True, width=width, highlight=False)
+        monkeypatch.setattr(_output, "Console", lambda **options: console)
+        Outputs().write(report)
+        return written.getvalue()
+
+    return show
+
+
+def test_a_terminal_gets_a_table(shown: Callable[[Report, int], str]) -> None:
+    text = shown(REPORT, 60)
+    for part in ("─", "\x1b[", "<b>", "PARTIAL: half of it"):
+        assert part in text
 
 
 def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
@@ -146,25 +172,21 @@ def test_numbers_stay_whole_on_a_narrow_terminal() -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=40)
     console.print(_output._boxed(Table("", names, [cells])))
-    shown = written.getvalue()
-    assert "0.78-0.99" in shown
-    assert "1234.5 ms" in shown
-    assert "…" not in shown
+    assert "0.78-0.99" in written.getvalue()
+    assert "1234.5 ms" in written.getvalue()
+    assert "…" not in written.getvalue()
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 200])
-def test_no_cell_is_lost_at_any_width(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cell_is_lost_at_any_width(width: int, shown: Callable[[Report, int], str]) -> None:
     names = [Column("op", left=True), Column("size", left=True)]
     names += [Column(name) for name in ("time", "GB/s", "% copy", "vs eager", "99 %")]
     cells = ["bn_silu", "2x96x14x14", "402.5 us", "3.25", "110", "1.01", "0.73-1.19"]
-    written = io.StringIO()
-    console = Console(file=written, force_terminal=True, width=width, no_color=True)
-    monkeypatch.setattr(_output, "Console", lambda **options: console)
-    Outputs().write(Report("a title", {}, tables=[Table("", names, [cells])]))
-    shown = " ".join(written.getvalue().split())
+    report = Report("a title", {}, tables=[Table("", names, [cells])])
+    text = " ".join(re.sub(r"\x1b\[[\d;]*m", "", shown(report, width)).split())
     for cell in cells if width != 24 else cells[:-1]:
-        assert cell in shown, shown
-    assert ("─" in shown) == (width == 200)
+        assert cell in text, text
+    assert ("─" in text) == (width == 200)
 
 
 @pytest.mark.parametrize("command", ["bench", "doctor", "profile", "tune"])

@@ -110,35 +110,3 @@ def test_the_function_ends_its_script(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["fit", f"{script}:build_model", *WORDS, "--memory", "1MB"]
     assert main(words) == Exit.SCRIPT_RAISED
     assert capsys.readouterr().err.splitlines()[-1].endswith("SystemExit: 0")
-
-
-@pytest.mark.parametrize(
-    ("words", "blame"),
-    [
-        (["m:f", "--memory", "1GB"], "Missing option '--input'"),
-        (["m:f", "--input", "3x8x8"], "Missing option '--memory'"),
-        (["m:f", *WORDS, "--memory", "much"], "'much' is no size, like '800MB' or '4GiB'"),
-        (["m:f", *WORDS, "--memory", "4"], "4 are 4 bytes; sizes are '800MB' or '4GiB'"),
-        (["m:f", *WORDS, "--memory", "1.5"], "'1.5' is no size"),
-        (["m:f", "--input", "3xx", "--memory", "1GB"], "3xx is no shape of a sample"),
-        (["m:f", *WORDS, "--memory", "1GB", "--batch", "1"], "1 is not in the range x>=2"),
-        (["resnet50", *WORDS, "--memory", "1GB"], "expected torchvision:NAME"),
-        (["/no/m.py:f", *WORDS, "--memory", "1GB"], "there is no file /no/m.py; MODEL is"),
-        (["m:f", "--input", "/no/m.py:f", "--memory", "1GB"], "no file /no/m.py; --input is"),
-        (["m:f", *WORDS, "--memory", "1GB", "--step", "step"], "--step: expected path.py:FUNCTION"),
-        (["m:f", *WORDS, "--memory", "1GB", "--step", "/no/m.py:f"], "/no/m.py; --step is path"),
-        (["m:f", *WORDS, "--memory", "1GB", "--precision", "half"], "'half' is not one of 'fp32'"),
-        (["m:f", *WORDS, "--memory", "1GB", "--save", "/no/a.json"], "there is no folder /no"),
-    ],
-)
-def test_wrong_use(
-    words: list[str],
-    blame: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert main(["fit", *words]) == Exit.USAGE
-    captured = capsys.readouterr()
-    assert blame in re.sub(r"[│╭╰─\s]+", " ", captured.err)
-    assert captured.out == ""

@@ -19,7 +19,6 @@ from fusedtrain.cli._exit import Exit
 from helpers.commands import Page, assert_png, environment, fusedtrain, heed_ctrl_c, parsed
 
 MODEL = """\
-import sys
 import time
 import torch
 from torch import nn
@@ -48,13 +47,9 @@ LOOP = """\
 
 def main():
     torch.manual_seed(0)
-    context = sys.argv[1] if len(sys.argv) > 1 else None
-    loader = torch.utils.data.DataLoader(
-        Images(), 4, num_workers=bool(context), multiprocessing_context=context
-    )
+    loader = torch.utils.data.DataLoader(Images(), 4)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
-    print("arguments", sys.argv[1:])
     try:
         for number, (x, y) in enumerate(loader):
             optimizer.zero_grad()
@@ -71,7 +66,7 @@ if __name__ == "__main__":
 """
 NOTHING = "\ndef after(step):\n    pass\n"
 RAISES = "\ndef after(step):\n    if step == 5:\n        raise LookupError('no such thing')\n"
-SLOW = "\ndef after(step):\n    time.sleep(0.1)\n"
+PAUSES = "\ndef after(step):\n    time.sleep(0.1)\n"
 
 
 def line_of(text: str, script: str) -> int:
@@ -138,68 +133,70 @@ def test_before_and_after(tmp_path: Path) -> None:
     assert page.images
 
 
-@pytest.mark.slow
-def test_a_script_that_raises(tmp_path: Path) -> None:
-    """The traceback is the script's, and the steps until then are shown. Worker processes, which
-    import the script, are not profiled."""
-    script = MODEL + RAISES + LOOP
-    (tmp_path / "train.py").write_text(script)
-    run = fusedtrain("profile", "--steps", "3", "--warmup", "1", "train.py", "spawn", "--lr", "1",
-                     folder=tmp_path)  # fmt: skip
-    assert run.returncode == Exit.SCRIPT_RAISED, run.stderr
-    assert "PARTIAL: the script raised after 5 optimizer steps" in run.stdout
-    assert "arguments ['spawn', '--lr', '1']" in run.stdout
-    assert run.stdout.count("runs as __main__") == 1
-    assert run.stdout.count("runs as __mp_main__") == 1
-    assert "time by family" in run.stdout
-    trace = run.stderr[run.stderr.index("Traceback") :].splitlines()
-    assert trace[1] == f'  File "train.py", line {line_of("    main()", script)}, in <module>'
-    assert trace[-1].startswith("LookupError: no such thing")
-    assert "fusedtrain" not in "".join(trace)
-
-
 @pytest.fixture
 def profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str]]:
+) -> Callable[..., tuple[int, str, str]]:
     """The command on a script, in this process; the script has its own."""
     monkeypatch.chdir(tmp_path)
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
 
-    def run(script: str, *words: str) -> tuple[int, str]:
+    def run(script: str, *words: str) -> tuple[int, str, str]:
         (tmp_path / "train.py").write_text(script)
-        return main(["profile", *words, "train.py"]), capfd.readouterr().out
+        return main(["profile", *words, "train.py"]), *capfd.readouterr()
 
     return run
 
 
-def test_a_script_without_a_step(profiled: Any) -> None:
-    status, out = profiled("import sys\nsys.exit(0)\n")
-    assert status == Exit.FOUND
-    assert "PARTIAL: the script took no optimizer step" in out
+STUBBORN = """\
+import threading, time, torch
+p = torch.nn.Parameter(torch.ones(2))
+p.grad = torch.ones(2)
+optimizer = torch.optim.SGD([p], lr=0.1)
+"""
+# Script, options, exit code, words of the output.
+ENDS = {
+    "no step": (
+        "import sys\nsys.exit(0)\n", (), Exit.FOUND,
+        ["PARTIAL: the script took no optimizer step"],
+    ),
+    "one step": (
+        STUBBORN + "optimizer.step()\n", ("--warmup", "0", "--steps", "2"), Exit.DONE,
+        ["as it is: the script ended after 1 optimizer steps; 1 of 2 were profiled"],
+    ),
+    "exit": (
+        "import sys\nsys.exit('no data')\n", (), Exit.SCRIPT_RAISED,
+        ["PARTIAL: the script ended with exit status 1 after 0 optimizer steps"],
+    ),
+    "raises": (
+        MODEL + RAISES + LOOP, ("--steps", "3", "--warmup", "1"), Exit.SCRIPT_RAISED,
+        ["PARTIAL: the script raised after 5 optimizer steps", "time by family"],
+    ),
+}  # fmt: skip
+SLOW_ENDS = (pytest.param(name, marks=pytest.mark.slow) for name in ("one step", "exit", "raises"))
 
 
-@pytest.mark.slow
-def test_a_script_with_one_step(profiled: Any) -> None:
-    status, out = profiled(STUBBORN + "optimizer.step()\n", "--warmup", "0", "--steps", "2")
-    assert status == Exit.DONE
-    assert "as it is: the script ended after 1 optimizer steps; 1 of 2 were profiled" in out
-    assert "PARTIAL" not in out
-
-
-@pytest.mark.slow
-def test_a_script_that_exits(profiled: Any) -> None:
-    status, out = profiled("import sys\nsys.exit('no data')\n")
-    assert status == Exit.SCRIPT_RAISED
-    assert "PARTIAL: the script ended with exit status 1 after 0 optimizer steps" in out
+@pytest.mark.parametrize("name", ["no step", *SLOW_ENDS])
+def test_a_script_that_ends_early(profiled: Any, name: str) -> None:
+    """The traceback is the script's, and the steps until then are shown."""
+    script, words, status, texts = ENDS[name]
+    ended, out, errors = profiled(script, *words)
+    assert ended == status
+    assert all(text in out for text in texts)
+    assert ("PARTIAL" in out) == (status != Exit.DONE)
+    if name == "raises":
+        trace = errors[errors.index("Traceback") :].splitlines()
+        assert trace[1] == f'  File "train.py", line {line_of("    main()", script)}, in <module>'
+        assert trace[-1].startswith("LookupError: no such thing")
+        assert "fusedtrain" not in "".join(trace)
 
 
 def test_a_process_that_dies(profiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # In place of the child, which would import torch first.
     child = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     monkeypatch.setattr(_scripts, "command", lambda *words: child)
-    status, out = profiled("")
+    status, out, _ = profiled("")
     assert status == Exit.SCRIPT_RAISED
     assert "PARTIAL: the script's process died (status -9)" in out
 
@@ -215,19 +212,11 @@ def test_ctrl_c_before_the_script_has_begun(profiled: Any, monkeypatch: pytest.M
     monkeypatch.setattr(_scripts, "command", lambda *words: [sys.executable, "-c", importing])
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        status, out = profiled("")
+        status, out, _ = profiled("")
     finally:
         signal.signal(signal.SIGINT, before)
     assert status == Exit.STOPPED
     assert "PARTIAL: stopped after 0 optimizer steps" in out
-
-
-STUBBORN = """\
-import threading, time, torch
-p = torch.nn.Parameter(torch.ones(2))
-p.grad = torch.ones(2)
-optimizer = torch.optim.SGD([p], lr=0.1)
-"""
 
 
 LOOPS = {
@@ -252,7 +241,7 @@ def test_scripts_that_do_not_want_to_end(
     loop: str, profiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_scripts, "_CLEAN_UP", 0.2)
-    ended, out = profiled(STUBBORN + LOOPS[loop], "--json", "--steps", "2")
+    ended, out, _ = profiled(STUBBORN + LOOPS[loop], "--json", "--steps", "2")
     assert ended == Exit.DONE
     result = json.loads(out)
     assert result["partial"] is None
@@ -317,29 +306,27 @@ def test_noise_is_no_gain(compared: Any) -> None:
 
 
 BUSY = [(20.0, 10.0), (30.0, 8.0), (50.0, 10.2), (21.0, 8.1)]  # of a step: wall and processor
+EVEN = [(20.0, 10.0), (20.1, 10.1), (20.1, 10.1), (20.0, 10.0)]
 
 
-@pytest.mark.parametrize("clock", [profile.ON_HOST, "kernels on the GPU"])
-def test_processor_time_decides_on_a_busy_machine(compared: Any, clock: str) -> None:
-    """On a GPU it says nothing about kernels, and all turns are taken."""
-    runs = [_profiled(12, 8, *times, clock=clock) for times in BUSY]
+@pytest.mark.parametrize(
+    ("times", "clock", "turns", "line"),
+    [
+        (BUSY, profile.ON_HOST, 4, "undecided: 0.03-54.14; by processor time 1.15-1.37"),
+        # It says nothing about kernels, and all turns are taken.
+        (BUSY, "kernels on the GPU", 8, "undecided: 0.50-3.20"),
+        (EVEN, profile.ON_HOST, 8,
+         "undecided: 0.99-1.01; by processor time undecided: 0.99-1.01"),
+    ],
+)  # fmt: skip
+def test_processor_time_decides_on_a_busy_machine(
+    compared: Any, times: list[tuple[float, float]], clock: str, turns: int, line: str
+) -> None:
+    """Turns end where nothing is decided."""
+    runs = [_profiled(12, 8, *each, clock=clock) for each in times]
     _, converts, out = compared([*runs, *runs])
-    (line,) = (line for line in out.splitlines() if line.startswith("step, before / after"))
-    if clock == profile.ON_HOST:
-        assert len(converts) == 4
-        assert line.endswith("undecided: 0.03-54.14; by processor time 1.15-1.37")
-    else:
-        assert len(converts) == 8
-        assert line.endswith("undecided: 0.50-3.20")
-
-
-def test_turns_end_where_nothing_is_decided(compared: Any) -> None:
-    runs = [_profiled(12, 8, 20, 10), _profiled(12, 8, 20.1, 10.1)]
-    _, converts, out = compared(4 * [*runs, *reversed(runs)])
-    assert len(converts) == 8
-    assert (
-        "step, before / after: undecided: 0.99-1.01; by processor time undecided: 0.99-1.01" in out
-    )
+    assert len(converts) == turns
+    assert f"step, before / after: {line}" in out.splitlines()
 
 
 def test_one_pair_of_runs_is_not_compared(compared: Any) -> None:
@@ -351,7 +338,7 @@ def test_one_pair_of_runs_is_not_compared(compared: Any) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_seen(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(MODEL + SLOW + LOOP)
+    (tmp_path / "train.py").write_text(MODEL + PAUSES + LOOP)
     command = [sys.executable, "-m", "fusedtrain", "profile", "--warmup", "1", "--steps", "50"]
     process = subprocess.Popen(
         [*command, "train.py"], cwd=tmp_path, env=environment(), text=True,

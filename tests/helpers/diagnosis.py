@@ -74,11 +74,37 @@ def rules(diagnosis: Diagnosis) -> set[str]:
 
 def training(model: torch.nn.Module, example: torch.Tensor) -> Callable[[], None]:
     """A step with an optimizer that is fused already."""
+    return stepping(model, lambda: model(example).square().mean())
+
+
+def stepping(
+    model: torch.nn.Module,
+    loss: Callable[[], torch.Tensor],
+    after: Callable[[torch.Tensor], object] = lambda loss: None,
+) -> Callable[[], None]:
+    """A step that minimises a loss; `after` gets the loss at the step's end."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
 
     def step() -> None:
         optimizer.zero_grad()
-        model(example).square().mean().backward()
+        value = loss()
+        value.backward()
         optimizer.step()
+        after(value)
 
     return step
+
+
+class Network(torch.nn.Sequential):
+    """A bias before a norm, an activation in place."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.SiLU(inplace=True),
+            torch.nn.Flatten(), torch.nn.Linear(64, 2),
+        )  # fmt: skip
+
+
+def images() -> torch.Tensor:
+    """Inputs of a `Network`."""
+    return torch.randn(2, 3, 6, 6)

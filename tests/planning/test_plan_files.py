@@ -57,19 +57,16 @@ def test_many_moments_keep_their_maxima() -> None:
 
 
 def test_picture(plan: MemoryPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan.plot(tmp_path / "plan.png")
-    assert_png(tmp_path / "plan.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"MemoryPlan\.plot needs matplotlib"):
-        plan.plot(tmp_path / "plan.png")
-
-
-def test_a_plan_without_recomputation_has_a_picture(tmp_path: Path) -> None:
+    """Also of a plan that recomputes nothing."""
     torch.manual_seed(0)
     stored = plan_memory(Convolutions(4, 2), torch.randn(2, 3, 8, 8), 1.0)
     assert not stored.recomputed
-    stored.plot(tmp_path / "plan.png")
-    assert_png(tmp_path / "plan.png")
+    for number, one in enumerate((plan, stored)):
+        one.plot(tmp_path / f"{number}.png")
+        assert_png(tmp_path / f"{number}.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"MemoryPlan\.plot needs matplotlib"):
+        plan.plot(tmp_path / "plan.png")
 
 
 WRONG: tuple[Any, ...] = ("x", True, [[1]], {"a": 1}, float("inf"), -1.5, None)

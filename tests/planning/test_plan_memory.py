@@ -54,6 +54,14 @@ def peak_of(model: nn.Module, x: Any) -> int:
     return meter.peak
 
 
+def converted(model: nn.Module, plan: MemoryPlan) -> tuple[nn.Module, nn.Module]:
+    """The model under the plan, and a copy with "store"."""
+    store = copy.deepcopy(model)
+    fusedtrain.convert(store)
+    fusedtrain.convert(model, memory=plan)
+    return model, store
+
+
 @pytest.fixture(scope="module", params=list(EXAMPLES))
 def planned(request: Any) -> tuple[str, MemoryPlan]:
     model, x = made(request.param)
@@ -63,9 +71,7 @@ def planned(request: Any) -> tuple[str, MemoryPlan]:
 def test_bits_and_peak(planned: tuple[str, MemoryPlan]) -> None:
     name, plan = planned
     model, x = made(name)
-    store = copy.deepcopy(model)
-    fusedtrain.convert(store)
-    fusedtrain.convert(model, memory=plan)
+    model, store = converted(model, plan)
     assert_same(step(model, x), step(store, x))
     assert_same(step(model, x, 2), step(store, x, 2))  # accumulated
     assert plan.recomputed > 0
@@ -128,9 +134,7 @@ def test_saved_loaded_pickled_copied(planned: tuple[str, MemoryPlan], tmp_path: 
     assert loaded == plan
     assert str(loaded) == str(plan)
     model, x = made(name)
-    store = copy.deepcopy(model)
-    fusedtrain.convert(store)
-    fusedtrain.convert(model, memory=loaded)
+    model, store = converted(model, loaded)
     expected = step(store, x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert_same(step(twin, x), expected)
@@ -144,9 +148,7 @@ def test_autocast() -> None:
         plan = plan_memory(model, x, 0.7)
     assert plan.peak <= plan.budget
     assert plan.recomputed
-    store = copy.deepcopy(model)
-    fusedtrain.convert(store)
-    fusedtrain.convert(model, memory=plan)
+    model, store = converted(model, plan)
     results = []
     for one in (model, store):
         torch.manual_seed(1)
@@ -187,9 +189,7 @@ def test_peaks_under_autocast_count_the_casts(layout: torch.memory_format) -> No
 def test_another_batch_and_another_forward() -> None:
     model, x = made("convolutions")
     plan = plan_memory(model, x, 0.75)
-    store = copy.deepcopy(model)
-    fusedtrain.convert(store)
-    fusedtrain.convert(model, memory=plan)
+    model, store = converted(model, plan)
     twice = torch.randn(8, 3, 24, 24)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -235,9 +235,7 @@ def test_within_checkpoint_nothing_is_planned() -> None:
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(4, 3, 24, 24, requires_grad=True)
     plan = plan_memory(model, x, 0.8)
-    store = copy.deepcopy(model)
-    fusedtrain.convert(store)
-    fusedtrain.convert(model, memory=plan)
+    model, store = converted(model, plan)
     assert_same(step(model, x), step(store, x))
 
 
@@ -316,19 +314,15 @@ def test_bytes_and_optimizer() -> None:
         (ValueError, "60 are bytes; a fraction .* a float", (None, None, 60), {}),
         (ValueError, "budget: a float is a fraction", (None, None, 1.5), {}),
         (ValueError, "budget: must be positive", (None, None, -4), {}),
-        (
-            ValueError,
-            r"no plan needs less than .*backward of .* lowest peak is 0\.\d\d of eager's",
-            (None, None, 0.01),
-            {},
-        ),
+        (ValueError, r"no plan needs less than .*backward of .* lowest peak is 0\.\d\d of eager's",
+         (None, None, 0.01), {}),
         (ValueError, "of these parameters", (None, None, "2kB"), {}),
         (TypeError, "example_inputs: expected", (None, 3, 0.5), {}),
         (TypeError, "loss: expected", (None, None, 0.5), {"loss": 3}),
         (ValueError, "loss: must return", (None, None, 0.5), {"loss": lambda y: y.detach()}),
         (TypeError, "optimizer: expected", (None, None, 0.5), {"optimizer": 3}),
     ],
-)
+)  # fmt: skip
 def test_bad_input(
     error: type[Exception], text: str, arguments: Any, named: dict[str, Any]
 ) -> None:

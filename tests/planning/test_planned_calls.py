@@ -90,23 +90,18 @@ def run(model: nn.Module, x: Any, forward: Any, backward: Any) -> list[Tensor]:
     return [output.detach(), *gradients, torch.get_rng_state()]
 
 
-def no_context() -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 def autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.parametrize("forward", [no_context, autocast])
-@pytest.mark.parametrize("backward", [no_context, autocast])
-@pytest.mark.parametrize("name", list(FUNCTIONS))
-def test_same_bits(name: str, forward: Any, backward: Any) -> None:
-    torch.manual_seed(0)
-    model, x = Two(*FUNCTIONS[name]), torch.randn(4, 7, 8)
+def assert_bits_of_store(
+    model: nn.Module, x: Any, forward: Any = nullcontext, backward: Any = nullcontext,
+    mode: bool = True,
+) -> None:  # fmt: skip
+    """The copy that recomputes all departs from its plan nowhere. `mode`: of `train`."""
     with forward():
-        planned = all_recomputed(model, x)
-    store = copy.deepcopy(model)
+        planned = all_recomputed(model, x).train(mode)
+    store = copy.deepcopy(model).train(mode)
     fusedtrain.convert(store)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -116,17 +111,62 @@ def test_same_bits(name: str, forward: Any, backward: Any) -> None:
     assert all(map(torch.equal, ours, theirs))
 
 
-def test_eval_mode_has_no_dropouts() -> None:
+@pytest.mark.parametrize("forward", [nullcontext, autocast])
+@pytest.mark.parametrize("backward", [nullcontext, autocast])
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_same_bits(name: str, forward: Any, backward: Any) -> None:
     torch.manual_seed(0)
+    assert_bits_of_store(Two(*FUNCTIONS[name]), torch.randn(4, 7, 8), forward, backward)
+
+
+class Graph(nn.Module):
+    """A sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.register_buffer("edges", torch.eye(6).to_sparse())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(torch.sparse.mm(self.edges, self.one(x)) * 2))
+
+
+class Idle(nn.Module):
+    """Calls that return their input have no step; a dropout behind each keeps its place."""
+
+    def __init__(self, name: str, *arguments: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+        self.name, self.arguments = name, arguments
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = getattr(T.gelu(layer(x)), self.name)(*self.arguments)
+            x = T.dropout(x, 0.1)
+        return x
+
+
+def with_dropouts() -> nn.Module:
     layers = [nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.SiLU(), nn.Dropout(0.2)]
-    model, x = nn.Sequential(*layers, nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 7, 8)
-    planned = all_recomputed(model, x).eval()
-    store = copy.deepcopy(model).eval()
-    fusedtrain.convert(store)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        ours = run(planned, x, nullcontext(), nullcontext())
-    assert all(map(torch.equal, ours, run(store, x, nullcontext(), nullcontext())))
+    return nn.Sequential(*layers, nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+# Network, shape of its input, whether it trains.
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
+    "dropouts in eval mode": (with_dropouts, (4, 7, 8), False),
+    "sparse buffer": (Graph, (6, 8), True),
+    "flatten": (lambda: Idle("flatten", 1), (64, 256), True),
+    "reshape": (lambda: Idle("reshape", 64, 256), (64, 256), True),
+    "float": (lambda: Idle("float"), (64, 256), True),
+    "contiguous": (lambda: Idle("contiguous"), (64, 256), True),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_same_bits_of_networks(name: str) -> None:
+    make, shape, mode = NETWORKS[name]
+    torch.manual_seed(0)
+    assert_bits_of_store(make(), torch.randn(shape), mode=mode)
 
 
 class Frozen(nn.Module):
@@ -179,25 +219,6 @@ def test_inputs_that_change_later_are_not_planned() -> None:
     assert ("sub", False) in stays
     assert ("linear", True) in stays
     assert ("sub", True) not in stays
-
-
-class Graph(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 3)
-        self.register_buffer("edges", torch.eye(6).to_sparse())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.tanh(torch.sparse.mm(self.edges, self.one(x)) * 2))
-
-
-def test_sparse_buffers() -> None:
-    torch.manual_seed(0)
-    model, x = Graph(), torch.randn(6, 8)
-    planned = all_recomputed(model, x)
-    fusedtrain.convert(model)
-    ours, theirs = (run(m, x, nullcontext(), nullcontext()) for m in (planned, model))
-    assert all(map(torch.equal, ours, theirs))
 
 
 def test_the_example_is_no_part_of_the_step() -> None:
@@ -267,32 +288,6 @@ def test_writes_between_forward_and_backward(kind: str) -> None:
         y.square().mean().backward()
         runs.append([p.grad for p in one.parameters()])
     assert all(map(torch.equal, *runs))
-
-
-@pytest.mark.parametrize("what", ["flatten", "reshape", "float", "contiguous"])
-def test_calls_that_return_their_input(what: str) -> None:
-    """Such a call has no step, and a dropout behind it keeps its place."""
-    calls = {"flatten": (1,), "reshape": (64, 256)}
-
-    class Idle(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = getattr(T.gelu(layer(x)), what)(*calls.get(what, ()))
-                x = T.dropout(x, 0.1)
-            return x
-
-    torch.manual_seed(0)
-    model, x = Idle(), torch.randn(64, 256)
-    planned = all_recomputed(model, x)
-    fusedtrain.convert(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ours, theirs = (run(m, x, nullcontext(), nullcontext()) for m in (planned, model))
-    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

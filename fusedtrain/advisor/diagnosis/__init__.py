@@ -3,7 +3,7 @@
 `_watch`, `_modules`, `_operators` and `_graphs` look at a run; `_collect` and `_trials` make
 `Facts` of it; the rules (`_rules_*.py`) decide by these alone: tests give them facts of a GPU.
 
-A new rule is a function and a `Rule` in one of `_rules_*.py`, a row of `docs/doctor.md`, a script
+A new rule is a function under `@rule` in one of `_rules_*.py`, a row of `docs/doctor.md`, a script
 with the fault and one without in `scripts` of `tests/advisor/diagnosis`, and a row of `FAULTS` in
 `test_rules_on_scripts.py` there (or of `CASES` in `test_facts.py`, where no run on a CPU has the
 fault). A change for ``--fix`` is an action of `_edits.py`.
@@ -93,7 +93,7 @@ def doctor(
         raise FileNotFoundError(f"target: there is no file {os.fspath(target)}")
     options = {"steps": steps, "assume_gpu": assume_gpu, "trials": trials}
     run = in_fresh_process(
-        __name__, options, os.fspath(target), arguments,
+        f"{__name__}:Watcher", options, os.fspath(target), arguments,
         script_prints_to_stderr=script_prints_to_stderr,
     )  # fmt: skip
     facts = Facts.from_json(run.results) if run.results else Facts()
@@ -114,7 +114,7 @@ class Watcher:
         return self.watch.after_step(optimizer)
 
     def finish(self) -> dict[str, Any]:
-        """After Ctrl-C nobody waits for trials."""
+        """Makes no trials after Ctrl-C: nobody waits for them."""
         self.watch.stop()
         trials = self.trials and not isinstance(sys.exc_info()[1], KeyboardInterrupt)
         return collect(self.watch, self.script, trials=trials).to_json()

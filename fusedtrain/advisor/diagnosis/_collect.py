@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from statistics import median
 from typing import Any, TypeVar
@@ -21,10 +22,10 @@ from ..._text import shape_text
 from ..._torch_private import BatchNormBase
 from ...ops.depthwise import is_measured
 from .._memory import machine_memory, peak_of_process
-from .._watch import Site, parameters_of, without_parts
+from .._views import Site, parameters_of, without_parts
 from . import _trials
 from ._depthwise import slow_layers
-from ._facts import Depthwise, Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
+from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
 from ._modules import Root
 from ._operators import Account
 from ._watch import OBSERVED, LoaderRecord, OptimizerRecord, Watch
@@ -41,7 +42,7 @@ _Value = TypeVar("_Value")
 
 
 def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None = None) -> Facts:
-    """Everything that the rules look at. `watch` was stopped. `model`: the only one of interest."""
+    """The facts for the rules. `watch` was stopped. `model`: the only one of interest."""
     facts = Facts(script=script, steps=watch.taken, assumed=watch.assumed, ignored=watch.ignored)
     _machine(facts, watch)
     with _neutral():
@@ -62,7 +63,7 @@ def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None 
 
 @contextmanager
 def _neutral() -> Iterator[None]:
-    """The script's context, which may be autocast or no_grad, does not reach the trials."""
+    """Keeps the script's autocast and no_grad away from the trials."""
     with (
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
@@ -131,12 +132,12 @@ def _operators(facts: Facts, watch: Watch) -> None:
     whole = watch.operators.steps[: min(watch.taken, OBSERVED)]
     steps = [step for i, step in enumerate(whole) if i not in watch.unusual]
     account = Account(steps[1:] or steps)
-    facts.operators, facts.elements = account.operators(), account.elements()
-    facts.large, facts.matmuls = account.large(), account.matmuls()
-    facts.convolutions = account.convolutions("all")
-    facts.half_convolutions = account.convolutions("half")
-    facts.single_convolutions = account.convolutions("single")
-    facts.contiguous = account.convolutions("contiguous")
+    for name in (
+        "operators", "large", "convolutions", "half_convolutions", "single_convolutions",
+        "contiguous",
+    ):  # fmt: skip
+        setattr(facts, name, account.mean(name))
+    facts.elements, facts.matmuls = account.elements(), account.matmuls()
     facts.copies, facts.memsets = account.copies(), account.events("memset")
     facts.clones, facts.clips = account.events("clone"), account.events("clip")
     waits = [e for e in account.events("sync") if facts.assumed or e.device == "cuda"]
@@ -354,5 +355,4 @@ class _Model:
         calls = self.watch.calls.depthwise
         slow = attempt(lambda: slow_layers(self.module, calls, steps), None)
         if slow is not None:
-            kind = type(self.module).__name__
-            facts.depthwise.append(Depthwise(kind, self.site, len(slow.names), *slow[1:]))
+            facts.depthwise.append(replace(slow, site=self.site))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -15,13 +14,15 @@ from ..._calls import autocasts
 from ..._text import shape_text
 from ...conversion import convert
 from ...nn.depthwise import passes_of
+from ._facts import Depthwise
+from ._trials import least_in_turns
 
 _KINDS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _ROUNDS, _FEWEST, _BUDGET = 5, 2, 0.1  # of a layer; the budget in seconds
 
 
-class Call(NamedTuple):
+class DepthwiseCall(NamedTuple):
     """A call in training. `dtype`: of the convolution, which autocast may choose."""
 
     shape: tuple[int, ...]
@@ -31,17 +32,10 @@ class Call(NamedTuple):
     weight_trains: bool
 
 
-class Slow(NamedTuple):
-    """Layers that are faster in our kernels: names, the one that gains most with its input, and
-    the seconds a step of forward and backward in torch's kernels and in ours."""
-
-    names: list[str]
-    first: str
-    now: float
-    converted: float
+CallsOfSteps = Counter[tuple[int, DepthwiseCall]]  # how often, by step
 
 
-def call_of(layer: Any, x: Any) -> Call | None:
+def call_of(layer: Any, x: Any) -> DepthwiseCall | None:
     """The call of a depthwise convolution of torch; None for other layers, and without gradients.
     A subclass is not what `convert` takes."""
     if type(layer) not in _KINDS or not layer.groups == layer.in_channels > 1:
@@ -51,15 +45,16 @@ def call_of(layer: Any, x: Any) -> Call | None:
     dtype = torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
     last = x.dim() in _LAST and not x.is_contiguous()
     last = last and x.is_contiguous(memory_format=_LAST[x.dim()])
-    return Call(tuple(x.shape), dtype, last, x.requires_grad, layer.weight.requires_grad)
+    return DepthwiseCall(tuple(x.shape), dtype, last, x.requires_grad, layer.weight.requires_grad)
 
 
 def slow_layers(
-    model: nn.Module, calls: Mapping[int, Counter[tuple[int, Call]]], steps: Collection[int]
-) -> Slow | None:
+    model: nn.Module, calls: Mapping[int, CallsOfSteps], steps: Collection[int]
+) -> Depthwise | None:
     """The layers of a model that `convert` would change and whose kernels of some pass are then
-    ours. `calls`: by identity of the layer, with the step; those of `steps` count."""
-    counts: dict[nn.Module, Counter[Call]] = {}
+    ours, without the model's line. `calls`: by identity of the layer, with the step; those of
+    `steps` count."""
+    counts: dict[nn.Module, Counter[DepthwiseCall]] = {}
     for layer in model.modules():
         for (step, call), count in calls.get(id(layer), {}).items():
             if step in steps and _gains(layer, call):
@@ -81,8 +76,10 @@ def slow_layers(
     if not rows:
         return None
     _, _, _, name, call = max(rows, key=lambda row: row[0])
-    return Slow(
-        list(dict.fromkeys(row[3] for row in rows)),
+    return Depthwise(
+        type(model).__name__,
+        None,
+        len({row[3] for row in rows}),
         f"{name or '(the model itself)'} ({shape_text(call.shape)})",
         sum(row[1] for row in rows),
         sum(row[2] for row in rows),
@@ -97,13 +94,13 @@ def _sizes(layer: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _input(layer: Any, call: Call) -> Tensor:
+def _input(layer: Any, call: DepthwiseCall) -> Tensor:
     format = _LAST[len(call.shape)] if call.channels_last else torch.contiguous_format
     device = layer.weight.device
     return torch.empty(call.shape, dtype=call.dtype, device=device, memory_format=format)
 
 
-def _gains(layer: Any, call: Call) -> bool:
+def _gains(layer: Any, call: DepthwiseCall) -> bool:
     """Whether our kernel runs in a pass of the call."""
     use = passes_of(layer, _input(layer, call))
     return bool(
@@ -113,28 +110,18 @@ def _gains(layer: Any, call: Call) -> bool:
     )
 
 
-def _seconds(layer: Any, call: Call) -> tuple[float, float]:
-    """Forward and backward in torch's kernels and in ours, in turns; the least of each, since other
-    processes only add to it."""
+def _seconds(layer: Any, call: DepthwiseCall) -> tuple[float, float]:
+    """Forward and backward in torch's kernels and in ours."""
     kind, *sizes = _sizes(layer)
     ours = getattr(fused_nn, f"Depthwise{kind.__name__}")
-    runs = [_run(cls, sizes, layer, call) for cls in (kind, ours)]
-    times: list[list[float]] = [[], []]
-    for run in runs:
+    runs = {name: _run(cls, sizes, layer, call) for name, cls in (("now", kind), ("ours", ours))}
+    for run in runs.values():
         run()
-    end = time.perf_counter() + _BUDGET
-    for done in range(_ROUNDS):
-        if done >= _FEWEST and time.perf_counter() > end:
-            break
-        for run, seconds in zip(runs, times, strict=True):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-    now, converted = map(min, times)
-    return now, converted
+    times = least_in_turns(runs, _ROUNDS, _BUDGET, _FEWEST)
+    return times["now"], times["ours"]
 
 
-def _run(cls: Any, sizes: list[Any], layer: Any, call: Call) -> Callable[[], Any]:
+def _run(cls: Any, sizes: list[Any], layer: Any, call: DepthwiseCall) -> Callable[[], Any]:
     """Forward and backward of a new layer, which draws no random numbers."""
     twin = nn.utils.skip_init(cls, *sizes, device=layer.weight.device, dtype=call.dtype)
     twin.requires_grad_(call.weight_trains)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .._watch import shortest
+from .._views import shortest
 from ._graphs import adds_to
 from ._rule import Change
 
@@ -90,20 +90,13 @@ def _name(node: ast.AST) -> str:
 
 
 def diff_of(changes: Iterable[Change]) -> str:
-    """All changes as one unified diff, for `patch -p0`; those that the source does not allow are
-    left out, and so is what overlaps an earlier change. Bytes of the source that are not UTF-8 are
-    escaped as surrogates."""
+    """All changes as one unified diff, for `patch -p0`. Changes that the source does not allow, or
+    that overlap an earlier one, are left out. Bytes of the source that are not UTF-8 are escaped
+    as surrogates."""
     files: dict[str, list[Change]] = {}
-    for change in dict.fromkeys(_hashable(change) for change in changes):
-        files.setdefault(change[1], []).append(
-            Change(change[0], change[1], change[2], dict(change[3]), change[4])
-        )
+    for change in {repr(change): change for change in changes}.values():
+        files.setdefault(change.file, []).append(change)
     return "".join(_diff(file, those) for file, those in files.items())
-
-
-def _hashable(change: Change) -> tuple[str, str, int, tuple[tuple[str, str], ...], tuple[str, ...]]:
-    options = tuple(sorted(change.options.items()))
-    return change.action, change.file, change.line, options, change.names
 
 
 def _diff(file: str, changes: list[Change]) -> str:
@@ -231,7 +224,7 @@ def _convert(source: _Source, change: Change) -> _Made:
 
 
 def _detach(source: _Source, change: Change) -> _Made:
-    """`.detach()` for what is added to the variable."""
+    """Adds `.detach()` to the value that the variable collects."""
     for node in source.within((ast.AugAssign, ast.Assign, ast.Call), change.line):
         if not adds_to(node, change.names[0]):
             continue

@@ -1,11 +1,11 @@
-"""Facts that a run showed, as plain numbers: the rules decide by these alone."""
+"""Facts of a run as plain numbers; the rules decide by these alone."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, is_dataclass
+from typing import Any, get_args, get_origin, get_type_hints
 
-from .._watch import Site
+from .._views import Site
 
 
 @dataclass
@@ -194,7 +194,6 @@ class Facts:
     autocast: dict[str, int] = field(default_factory=dict)  # calls of modules by dtype
     autocast_site: Site | None = None
     zeros: float = 0.0  # share of the gradients' elements
-    parameters: dict[str, int] = field(default_factory=dict)  # elements by dtype
     scalers: list[Scaler] = field(default_factory=list)
     clips: list[Event] = field(default_factory=list)  # of gradients times a loss scale
     direct_steps: list[Event] = field(default_factory=list)  # `what`: "scaler", or "": none steps
@@ -221,28 +220,20 @@ class Facts:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Facts:
         """The facts that `to_json` has written, after a way through JSON."""
-        return cls(**{name: _restored(name, value) for name, value in data.items()})
+        hints = get_type_hints(cls)
+        return cls(**{name: _restored(hints[name], value) for name, value in data.items()})
 
 
-_CLASSES: dict[str, Any] = {
-    "loaders": Loader, "copies": Copy, "syncs": Event, "memsets": Event, "clones": Event,
-    "scalers": Scaler, "clips": Event, "direct_steps": Event, "optimizers": Optimizer,
-    "parallel": Layer, "kept": Kept, "twice": Layer, "frozen": Layer, "biases": Layer,
-    "in_place": Layer, "evaluations": Evaluation, "fusable": Fusable,
-    "depthwise": Depthwise,
-}  # fmt: skip
-
-
-def _restored(name: str, value: Any) -> Any:
-    if name in _CLASSES:
-        return [
-            _CLASSES[name](**{key: _restored(key, item) for key, item in entry.items()})
-            for entry in value
-        ]
+def _restored(hint: Any, value: Any) -> Any:
+    """The value of JSON as the type that a field is annotated with."""
     if value is None:
         return None
-    if name.endswith("site"):
+    kind, *_ = get_args(hint) or (hint,)
+    if get_origin(hint) is list:
+        return [_restored(kind, item) for item in value]
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: _restored(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if kind is Site:
         return Site(*value)
-    if name == "timing":
-        return Timing(**value)
-    return tuple(value) if name == "capability" else value
+    return tuple(value) if get_origin(hint) is tuple else value

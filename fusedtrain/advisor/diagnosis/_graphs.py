@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._watch import Site, is_library, running_frames
+from .._views import Site, is_library, running_frames
 from ._facts import Kept
 from ._modules import KEY, Mark
 
@@ -24,8 +24,8 @@ _HOLDERS = 10
 
 
 class _Holder(NamedTuple):
-    """A variable or an attribute. `file`: of the source that may change it, `lines`: the part of
-    the file that does so first of all; `owner`: of the attribute, None for a variable."""
+    """A variable or an attribute. `file`: the source that may change it; `lines`: the part of the
+    file that is searched first; `owner`: the object of an attribute, None for a variable."""
 
     name: str
     owner: Any
@@ -70,8 +70,8 @@ def _reaches(tensor: Tensor, marks: set[int]) -> bool:
 
 
 def _holders(marks: set[int]) -> Iterator[_Holder]:
-    """Whatever the user's running functions reach: variables, then those of their modules; items of
-    collections, attributes of the user's classes, variables that a function has enclosed."""
+    """Variables of the user's running functions, then of their modules; items of collections,
+    attributes of the user's classes and enclosed variables that these reach."""
     frames = [f for f in running_frames() if not is_library(f.f_code.co_filename)]
     waiting: deque[tuple[Any, _Holder]] = deque()
     for frame in frames:

@@ -23,8 +23,8 @@ from ..._torch_private import (
     pytree,
     saved_tensors_hooks_allowed,
 )
-from .._watch import OutermostCalls, Site, user_site
-from ._depthwise import Call, call_of
+from .._views import OutermostCalls, Site, user_site
+from ._depthwise import CallsOfSteps, call_of
 
 KEY = "fusedtrain.advisor.diagnosis"  # of marks in the metadata of autograd's nodes
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -78,7 +78,7 @@ class Calls:
         self.autocast_site: Site | None = None
         self.shapes: dict[int, set[tuple[int, ...]]] = {}
         self.outputs: dict[int, tuple[tuple[int, ...], int]] = {}  # and the bytes of an element
-        self.depthwise: dict[int, Counter[tuple[int, Call]]] = {}  # calls in training, by step
+        self.depthwise: dict[int, CallsOfSteps] = {}  # calls in training
         self.devices: Counter[str] = Counter()
         self._step, self._keep_examples = step, keep_examples
         self._outermost = OutermostCalls()
@@ -92,14 +92,14 @@ class Calls:
             self._observation = Observation(self._enter, self._leave)
 
     def rest(self) -> None:
-        """Within a call of this thread the hooks stay until the call ends."""
+        """Removes the hooks, unless a call of this thread is running: `rest` is called again."""
         done = not self._outermost.running or threading.get_ident() != self._thread
         if done and self._observation is not None:
             self._observation.remove()
             self._observation = None
 
     def follow(self) -> None:
-        """From now on the calls of this thread."""
+        """Follows the calls of this thread from now on."""
         self._thread, self._outermost = threading.get_ident(), OutermostCalls()
 
     def _enter(self, module: nn.Module, args: Any) -> None:

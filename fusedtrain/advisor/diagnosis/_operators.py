@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import TorchDispatchMode, current_dispatch_mode
-from .._watch import Site, user_site
+from .._views import Site, user_site
 from ._facts import Copy, Event
 
 # The host needs a number of the device for these, and waits for the device.
@@ -37,26 +37,23 @@ CLONING = frozenset(
     ("silu_", "mish_", "hardswish_", "hardsigmoid_", "gelu_", "hardtanh_", "relu6_", "threshold_")
 )
 
-_Key = tuple[str, Site | None, str, str]  # kind, line, what, device
+_Key = tuple[str, Site | None, Any, Any]  # kind, line, and what two fields of the kind's class hold
 
 
 @dataclass
 class _Step:
-    """One step: events by key as [count, bytes, seconds]; outputs' elements of each operator."""
+    """One step: events by key as [count, bytes, seconds]; outputs' elements of each operator.
+    `counts`: by the names of `Facts`."""
 
     events: dict[_Key, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
-    copies: dict[tuple[Site | None, bool, bool], list[float]] = field(
-        default_factory=lambda: defaultdict(lambda: [0.0] * 2)
-    )
     elements: list[int] = field(default_factory=list)
     matmuls: Counter[str] = field(default_factory=Counter)
-    convolutions: Counter[str] = field(default_factory=Counter)
-    large: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 class _Mode(TorchDispatchMode):
-    """Calls `run` with each operator of the thread that has entered it; without `run` it does
-    nothing."""
+    """Calls `run` with each operator of the thread that has entered the mode; None: calls the
+    operator alone."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -75,10 +72,10 @@ class _Mode(TorchDispatchMode):
 
 
 class Operators:
-    """`gradients` returns the addresses of gradients; `quiet()` is true where what reads a number
-    would read it of the host's memory in any case.
+    """The operators of the thread that called `enter`, until `leave`.
 
-    It sees the operators of the thread that called `enter`, until `leave`.
+    `gradients` returns the addresses of gradients. `quiet()`: whether reads of numbers on the CPU
+    are usual now and do not count.
     """
 
     def __init__(self, gradients: Callable[[], set[int]], quiet: Callable[[], bool]) -> None:
@@ -110,17 +107,14 @@ class Operators:
     def sync(self, what: str, device: str) -> Iterator[None]:
         """A call that waits; operators within do not count a second time."""
         site, start = user_site(), time.perf_counter()
-        self._inside += 1
-        try:
+        with self.paused():
             yield
-        finally:
-            self._inside -= 1
         if not self._inside and not (device == "cpu" and self._quiet()):
             self._count("sync", site, what, device, 0, time.perf_counter() - start)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing that waits counts."""
+        """Calls that wait do not count."""
         self._inside += 1
         try:
             yield
@@ -128,14 +122,14 @@ class Operators:
             self._inside -= 1
 
     def clipped(self, site: Site | None, what: str, gradients: list[Tensor]) -> None:
-        """Gradients are clipped that are multiplied by a loss scale."""
+        """Counts gradients that are clipped while a loss scale multiplies them."""
         size = sum(t.nbytes for t in gradients)
         self._count("clip", site, what, gradients[0].device.type, size)
 
     def _count(
-        self, kind: str, site: Site | None, what: str, device: str, size: float, seconds: float = 0
+        self, kind: str, site: Site | None, one: Any, other: Any, size: float, seconds: float = 0
     ) -> None:
-        entry = self.steps[-1].events[kind, site, what, device]
+        entry = self.steps[-1].events[kind, site, one, other]
         entry[0] += 1
         entry[1] += size
         entry[2] += seconds
@@ -182,9 +176,7 @@ class Operators:
     def _copy(self, source: Tensor, device: torch.device, non_blocking: bool) -> None:
         kinds = (source.device.type, device.type)
         if kinds == ("cpu", "cuda"):
-            entry = self.steps[-1].copies[user_site(), source.is_pinned(), non_blocking]
-            entry[0] += 1
-            entry[1] += source.nbytes
+            self._count("copy", user_site(), source.is_pinned(), non_blocking, source.nbytes)
 
     def _after(self, func: Any, name: str, args: tuple[Any, ...], result: Any) -> None:
         step = self.steps[-1]
@@ -192,24 +184,23 @@ class Operators:
         if not isinstance(output, Tensor):
             return
         step.elements.append(output.numel())
+        step.counts["operators"] += 1
         returns = func._schema.returns
         if returns and returns[0].alias_info is None and output.nbytes >= _LARGE:
-            step.large += output.nbytes
+            step.counts["large"] += output.nbytes
         if name in _MATMULS:
             step.matmuls[str(output.dtype).removeprefix("torch.")] += 1
         if name in _CONVOLUTIONS:
-            step.convolutions["all"] += 1
-            if output.dtype in (torch.float16, torch.bfloat16):
-                step.convolutions["half"] += 1
-            step.convolutions["single"] += output.dtype is torch.float32
-            x = args[0]
-            formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-            if x.dim() in formats and not x.is_contiguous(memory_format=formats[x.dim()]):
-                step.convolutions["contiguous"] += 1
+            x, formats = args[0], {4: torch.channels_last, 5: torch.channels_last_3d}
+            dtype, last = output.dtype, formats.get(x.dim())
+            step.counts["convolutions"] += 1
+            step.counts["half_convolutions"] += dtype in (torch.float16, torch.bfloat16)
+            step.counts["single_convolutions"] += dtype is torch.float32
+            step.counts["contiguous"] += bool(last) and not x.is_contiguous(memory_format=last)
 
 
 def _waits(name: str, first: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """For what the host waits in this operator; "" where it does not."""
+    """The reason why the host waits in this operator; "" if it does not."""
     if name in _SYNCS:
         return _SYNCS[name]
     if name in _INDEXING and _by_booleans(args):
@@ -240,49 +231,41 @@ class Account:
     def __init__(self, steps: list[_Step]) -> None:
         self._steps, self._count = steps, max(len(steps), 1)
 
-    def events(self, kind: str) -> list[Event]:
-        """The lines of one kind that are in each of the steps, or every other one.
-
-        What is only in the first is not among them: there `if i % 100 == 0: print(loss.item())` of
-        the step before prints.
-        """
-        later = {key for step in self._steps[1:] or self._steps for key in step.events}
-        sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0] * 3)
-        for step in self._steps:
-            for key, entry in step.events.items():
-                if key[0] == kind:
-                    sums[key] = [a + b for a, b in zip(sums[key], entry)]
-        made = []
-        for key, entry in sums.items():
-            _, site, what, device = key
-            count, size, seconds = (number / self._count for number in entry)
-            if count >= 0.5 and key in later:
-                made.append(Event(site, what, count, size, seconds, device))
-        return sorted(made, key=lambda event: -event.count)
-
-    def copies(self) -> list[Copy]:
-        sums: dict[tuple[Site | None, bool, bool], list[float]] = defaultdict(lambda: [0.0] * 2)
-        for step in self._steps:
-            for key, entry in step.copies.items():
-                sums[key] = [a + b for a, b in zip(sums[key], entry)]
-        return [
-            Copy(site, count / self._count, size / self._count, pinned, non_blocking)
-            for (site, pinned, non_blocking), (count, size) in sums.items()
-            if count >= 0.5 * self._count
-        ]
+    def mean(self, name: str) -> float:
+        return sum(step.counts[name] for step in self._steps) / self._count
 
     def matmuls(self) -> dict[str, float]:
         total: Counter[str] = sum((step.matmuls for step in self._steps), Counter())
         return {dtype: count / self._count for dtype, count in total.items()}
 
-    def convolutions(self, kind: str) -> float:
-        return sum(step.convolutions[kind] for step in self._steps) / self._count
-
-    def operators(self) -> float:
-        return sum(len(step.elements) for step in self._steps) / self._count
-
     def elements(self) -> float:
         return median([n for step in self._steps for n in step.elements] or [0])
 
-    def large(self) -> float:
-        return sum(step.large for step in self._steps) / self._count
+    def events(self, kind: str) -> list[Event]:
+        """The lines of one kind that are in each of the steps, or every other one.
+
+        A line that only the first step has is left out: the line
+        `if i % 100 == 0: print(loss.item())` of the step before prints there.
+        """
+        later = {key for step in self._steps[1:] or self._steps for key in step.events}
+        events = [
+            Event(site, what, count, size, seconds, device)
+            for (_, site, what, device), (count, size, seconds) in self._means(kind, later)
+        ]
+        return sorted(events, key=lambda event: -event.count)
+
+    def copies(self) -> list[Copy]:
+        return [
+            Copy(site, count, size, pinned, non_blocking)
+            for (_, site, pinned, non_blocking), (count, size, _) in self._means("copy")
+        ]
+
+    def _means(self, kind: str, among: set[_Key] | None = None) -> list[tuple[_Key, list[float]]]:
+        """Count, bytes and seconds a step, of events in every other step at least."""
+        sums: dict[_Key, list[float]] = defaultdict(lambda: [0.0] * 3)
+        for step in self._steps:
+            for key, entry in step.events.items():
+                if key[0] == kind and (among is None or key in among):
+                    sums[key] = [a + b for a, b in zip(sums[key], entry)]
+        means = [(key, [number / self._count for number in entry]) for key, entry in sums.items()]
+        return [(key, mean) for key, mean in means if mean[0] >= 0.5]

@@ -32,6 +32,31 @@ class Patches:
 
         self._undo.callback(undo)
 
+    def before(self, owner: Any, name: str, call: Callable[..., None]) -> None:
+        """Calls of `owner.name` begin with `call`, which gets the same arguments."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                call(*args, **kwargs)
+                return original(*args, **kwargs)
+
+            return replacement
+
+        self.wrap(owner, name, make)
+
+    def after(self, owner: Any, name: str, call: Callable[..., None]) -> None:
+        """Calls of `owner.name` end with `call`, unless they raise; it gets the same arguments."""
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                result = original(*args, **kwargs)
+                call(*args, **kwargs)
+                return result
+
+            return replacement
+
+        self.wrap(owner, name, make)
+
     def later(self, undo: Callable[[], Any]) -> None:
         """`undo` is called with the rest."""
         self._undo.callback(undo)

@@ -45,19 +45,17 @@ class Diagnosis:
     def partial(self) -> str:
         """Why findings may be missing; "" if none are."""
         steps = self.facts.steps
-        if self.end == "raised":
-            return f"the script raised after {steps} steps; these are the findings so far"
-        if self.end == "exited":
-            return f"the script ended with exit status {self.status} after {steps} steps"
-        if self.end == "stopped":
-            return f"stopped after {steps} steps; these are the findings so far"
-        if self.end == "died":
-            return f"the process died (status {self.status}); nothing was recorded"
-        if not steps and self.facts.ignored:
+        reasons = {
+            "raised": f"the script raised after {steps} steps; these are the findings so far",
+            "exited": f"the script ended with exit status {self.status} after {steps} steps",
+            "stopped": f"stopped after {steps} steps; these are the findings so far",
+            "died": f"the process died (status {self.status}); nothing was recorded",
+        }
+        if self.end in reasons or steps:
+            return reasons.get(self.end, "")
+        if self.facts.ignored:
             return NO_THREAD
-        if not steps:
-            return "the script took no step of an optimizer: most rules had nothing to look at"
-        return ""
+        return "the script took no step of an optimizer: most rules had nothing to look at"
 
     def diff(self) -> str:
         """The changes that remove findings, as a unified diff for ``patch -p0``.
@@ -140,6 +138,6 @@ def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:
         if reason := rule.not_checked(facts):
             diagnosis.not_checked[rule.id] = reason
         else:
-            diagnosis.findings += rule.decide(rule, facts)
+            diagnosis.findings += rule.findings(facts)
     diagnosis.findings.sort(key=lambda finding: -(finding.cost.seconds or 0.0))
     return diagnosis

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from ..._text import time_text
-from .._watch import Site
+from .._views import Site
 from ._facts import Facts
-
-MEASURED, AT_MOST, NOT_MEASURED = "measured", "at most", "not measured here"
 
 
 @dataclass(frozen=True)
 class Cost:
     """Cost of the fault in each step.
 
-    `kind`: "measured", "at most" (a bound) or "not measured here".
-
     Args:
+        kind: "at most" is a bound.
         seconds: of a step; None where time is not the cost, or unknown.
         bytes: of memory, for as long as `text` says.
     """
 
-    kind: str
+    kind: Literal["measured", "at most", "not measured here"]
     text: str
     seconds: float | None = None
     bytes: float | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
+
+
+def not_measured(text: str, bytes: float | None = None) -> Cost:
+    return Cost("not measured here", text, bytes=bytes)
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,17 @@ class Finding:
     changes: tuple[Change, ...] = ()
 
 
+class Seen(NamedTuple):
+    """A fault that a rule sees. `remedy`: instead of the rule's own."""
+
+    site: Site | None
+    evidence: str
+    number: float
+    cost: Cost
+    remedy: str = ""
+    changes: tuple[Change, ...] = ()
+
+
 @dataclass(frozen=True)
 class Rule:
     """`needs`: "timing" (steps that were timed), "gpu", "eager" (no torch.compile), "trials"
@@ -64,23 +77,15 @@ class Rule:
 
     id: str
     title: str
-    seen: str
     remedy: str
-    decide: Callable[[Rule, Facts], Iterable[Finding]]
+    decide: Callable[[Facts], Iterable[Seen]]
     needs: tuple[str, ...] = ()
 
-    def finding(
-        self,
-        site: Site | None,
-        evidence: str,
-        number: float,
-        cost: Cost,
-        remedy: str = "",
-        changes: tuple[Change, ...] = (),
-    ) -> Finding:
-        return Finding(
-            self.id, self.title, site, evidence, number, cost, remedy or self.remedy, changes
-        )
+    def findings(self, facts: Facts) -> list[Finding]:
+        return [
+            Finding(self.id, self.title, *seen[:4], seen.remedy or self.remedy, seen.changes)
+            for seen in self.decide(facts)
+        ]
 
     def not_checked(self, facts: Facts) -> str:
         """Why the rule says nothing about this run; "" where the rule applies."""
@@ -93,6 +98,13 @@ class Rule:
         if "eager" in self.needs and facts.compiled:
             return "a model is compiled: torch.compile decides"
         return ""
+
+
+def rule(
+    id: str, title: str, remedy: str, *needs: str
+) -> Callable[[Callable[[Facts], Iterable[Seen]]], Rule]:
+    """Makes a rule of the function that decides."""
+    return lambda decide: Rule(id, title, remedy, decide, needs)
 
 
 def change(action: str, site: Site | None, *names: str, **options: str) -> tuple[Change, ...]:

@@ -7,17 +7,7 @@ from collections.abc import Iterator
 
 from ..._text import memory_text
 from ._facts import Facts, Loader
-from ._rule import (
-    AT_MOST,
-    NOT_MEASURED,
-    Change,
-    Cost,
-    Finding,
-    Rule,
-    change,
-    of_a_step,
-    share,
-)
+from ._rule import Change, Cost, Seen, change, not_measured, of_a_step, rule, share
 
 # A worker hands over a small batch in 0.3 to 1 ms: waits that are not much longer stay.
 _SHORT = 2e-3
@@ -35,7 +25,7 @@ def _waiting(facts: Facts) -> Loader | None:
 
 
 def _workers(facts: Facts) -> int:
-    """As many as load a batch in the time of the computation, but no more than cores."""
+    """The number of workers that load a batch while one is computed; at most one a core."""
     rest = max(facts.step - facts.wait, 1e-9)
     return max(1, min(facts.cores, math.ceil(facts.wait / rest)))
 
@@ -49,7 +39,13 @@ def _gain(facts: Facts) -> float:
     return facts.step - max(rest, loads, busy / facts.cores)
 
 
-def no_workers(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "loader-without-workers",
+    "the loop waits for a loader without workers",
+    "Load in worker processes: num_workers=..., persistent_workers=True.",
+    "timing",
+)
+def no_workers(facts: Facts) -> Iterator[Seen]:
     loader = _waiting(facts)
     if loader is None or loader.workers:
         return
@@ -64,18 +60,24 @@ def no_workers(rule: Rule, facts: Facts) -> Iterator[Finding]:
     if loader.iterable:
         remedy += " Each worker must then read its part alone (torch.utils.data.get_worker_info)."
         changes = ()
-    yield rule.finding(
+    yield Seen(
         loader.site,
         f"num_workers=0, and the loop waits for batches for {share(facts.wait, facts.step)} of a "
         f"step ({of_a_step(facts.wait, facts)})",
         facts.wait / facts.step,
-        Cost(AT_MOST, of_a_step(gain, facts), gain),
+        Cost("at most", of_a_step(gain, facts), gain),
         remedy,
         changes,
     )
 
 
-def few_workers(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "loader-too-slow",
+    "the loop waits for a loader in spite of its workers",
+    "Take more workers, or make the data set cheaper.",
+    "timing",
+)
+def few_workers(facts: Facts) -> Iterator[Seen]:
     loader = _waiting(facts)
     if loader is None or not loader.workers:
         return
@@ -85,75 +87,53 @@ def few_workers(rule: Rule, facts: Facts) -> Iterator[Finding]:
         more = str(min(2 * loader.workers, facts.cores))
         remedy = f"Take more workers, num_workers={more} ({facts.cores} cores)."
         changes = change("keywords", loader.site, "DataLoader", num_workers=more)
-    yield rule.finding(
+    yield Seen(
         loader.site,
         f"num_workers={loader.workers}, and the loop still waits for batches for "
         f"{share(facts.wait, facts.step)} of a step ({of_a_step(facts.wait, facts)})",
         facts.wait / facts.step,
-        Cost(AT_MOST, of_a_step(facts.wait, facts), facts.wait),
+        Cost("at most", of_a_step(facts.wait, facts), facts.wait),
         remedy,
         changes,
     )
 
 
-def not_pinned(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "loader-not-pinned",
+    "batches are copied to the GPU from memory that is not pinned",
+    "Set pin_memory=True in the loader, and copy with non_blocking=True.",
+    "gpu",
+)
+def not_pinned(facts: Facts) -> Iterator[Seen]:
     size = sum(copy.bytes for copy in facts.copies if not copy.pinned)
     loader = next((x for x in facts.loaders if x.batches and not x.pinned), None)
     if loader is None or size < _SMALL:
         return
-    yield rule.finding(
+    yield Seen(
         loader.site,
         f"{memory_text(size)} a step are copied to the GPU from memory that is not pinned",
         size,
-        Cost(NOT_MEASURED, "the copy passes through a pinned buffer, and the host waits for it"),
+        not_measured(
+            "the copy passes through a pinned buffer, and the host waits for it",
+        ),
         changes=change("keywords", loader.site, "DataLoader", pin_memory="True"),
     )
 
 
-def blocking_copies(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "blocking-copy",
+    "the host waits for copies to the GPU",
+    "Copy with non_blocking=True: the source is pinned.",
+    "gpu",
+)
+def blocking_copies(facts: Facts) -> Iterator[Seen]:
     for copy in facts.copies:
         if copy.pinned and not copy.non_blocking and copy.bytes >= _SMALL:
-            yield rule.finding(
+            yield Seen(
                 copy.site,
                 f"{copy.count:.3g} copies a step, {memory_text(copy.bytes)} of pinned memory, each "
                 "of which the host waits for",
                 copy.count,
-                Cost(NOT_MEASURED, "the host enqueues nothing while the copy runs"),
+                not_measured("the host enqueues nothing while the copy runs"),
                 changes=change("keywords", copy.site, "to", "cuda", non_blocking="True"),
             )
-
-
-RULES = (
-    Rule(
-        "loader-without-workers",
-        "the loop waits for a loader without workers",
-        "the time within the loader's `__next__`: at least 10 % of a step and 2 ms a batch",
-        "Load in worker processes: num_workers=..., persistent_workers=True.",
-        no_workers,
-        ("timing",),
-    ),
-    Rule(
-        "loader-too-slow",
-        "the loop waits for a loader in spite of its workers",
-        "as above, with workers",
-        "Take more workers, or make the data set cheaper.",
-        few_workers,
-        ("timing",),
-    ),
-    Rule(
-        "loader-not-pinned",
-        "batches are copied to the GPU from memory that is not pinned",
-        "copies from the host, their bytes, and whether the source was pinned",
-        "Set pin_memory=True in the loader, and copy with non_blocking=True.",
-        not_pinned,
-        ("gpu",),
-    ),
-    Rule(
-        "blocking-copy",
-        "the host waits for copies to the GPU",
-        "copies of pinned memory without non_blocking=True",
-        "Copy with non_blocking=True: the source is pinned.",
-        blocking_copies,
-        ("gpu",),
-    ),
-)

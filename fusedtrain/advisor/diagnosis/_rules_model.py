@@ -6,19 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from ..._text import counted, memory_text, time_text
-from .._watch import Site
+from .._views import Site
 from ._facts import Facts, Fusable, Layer
-from ._rule import (
-    AT_MOST,
-    MEASURED,
-    NOT_MEASURED,
-    Cost,
-    Finding,
-    Rule,
-    change,
-    of_a_step,
-    times,
-)
+from ._rule import Cost, Seen, change, not_measured, of_a_step, rule, times
 
 _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
 _SAVED = 0.25  # of the bytes kept
@@ -41,24 +31,36 @@ def _named(layers: list[Layer]) -> str:
     return f"{len(layers)} x {layers[0].type}: {names}" + (f" and {more} more" if more > 0 else "")
 
 
-def biases(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "bias-before-norm",
+    "a bias before a batch norm",
+    "Construct the layer with bias=False, or call fusedtrain.drop_redundant_bias(model).",
+    "trials",
+)
+def biases(facts: Facts) -> Iterator[Seen]:
     for site, layers in _by_site(facts.biases):
         seconds = sum(layer.seconds for layer in layers)
         alone = all(layer.alone for layer in layers)
         names = (*_CONVOLUTIONS, "Linear")
-        yield rule.finding(
+        yield Seen(
             site,
             f"{_named(layers)}; backward sums {memory_text(sum(x.bytes for x in layers))} of "
             "gradients for these biases",
             len(layers),
-            Cost(AT_MOST, f"{of_a_step(seconds, facts)} (the sums alone, measured)", seconds)
+            Cost("at most", f"{of_a_step(seconds, facts)} (the sums alone, measured)", seconds)
             if facts.step
-            else Cost(NOT_MEASURED, "a pass over the gradient of each output"),
+            else not_measured("a pass over the gradient of each output"),
             changes=change("keywords", site, *names, bias="False") if alone else (),
         )
 
 
-def clones(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "in-place-clone",
+    "an activation in place that copies its input",
+    "Leave inplace out: the derivative needs the input.",
+    "eager",
+)
+def clones(facts: Facts) -> Iterator[Seen]:
     for what in dict.fromkeys(event.what for event in facts.clones):
         events = [event for event in facts.clones if event.what == what]
         layers = [layer for layer in facts.in_place if layer.note == what]
@@ -66,13 +68,13 @@ def clones(rule: Rule, facts: Facts) -> Iterator[Finding]:
         sites = list(dict.fromkeys(site for site in sites if site is not None))
         names = tuple({layer.type for layer in layers}) or (what.removesuffix("_"),)
         size, count = sum(e.bytes for e in events), sum(e.count for e in events)
-        yield rule.finding(
+        yield Seen(
             sites[0] if sites else None,
             f"{what} in place, {times(count)} a step: the input is copied first, "
             f"{memory_text(size)}",
             size,
             Cost(
-                MEASURED,
+                "measured",
                 f"{memory_text(size)} copied a step for nothing: as much is kept as without "
                 "inplace",
                 bytes=size,
@@ -81,29 +83,41 @@ def clones(rule: Rule, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def moved_twice(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "norm-moves-twice",
+    "a checkpointed batch norm moves its statistics twice",
+    "Call fusedtrain.convert(model): its norms move nothing when a checkpoint repeats a "
+    "forward; or take the norm out of the checkpoint.",
+)
+def moved_twice(facts: Facts) -> Iterator[Seen]:
     for site, layers in _by_site(facts.twice):
         count = layers[0].count
-        yield rule.finding(
+        yield Seen(
             site,
             f"{_named(layers)}: {count:.3g} calls in backward for each call in forward "
             "move the running statistics again",
             count,
-            Cost(NOT_MEASURED, "no time: the averages follow the last batch too closely"),
+            not_measured("no time: the averages follow the last batch too closely"),
         )
 
 
-def frozen(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "frozen-norm-keeps",
+    "a frozen batch norm keeps its input",
+    "Call fusedtrain.fold_frozen_norms(model): the convolution does the work of the norm.",
+    "eager",
+)
+def frozen(facts: Facts) -> Iterator[Seen]:
     for site, layers in _by_site(facts.frozen):
         size = sum(layer.bytes for layer in layers)
         taken = all(layer.note == "fold_frozen_norms" for layer in layers)
         remedy = "" if taken else "Put a fused one in its place, such as fusedtrain.nn."
         remedy += "" if taken else "BatchNormAct2d: with frozen weights it keeps nothing."
-        yield rule.finding(
+        yield Seen(
             site,
             f"{_named(layers)} in eval mode within a model that trains",
             len(layers),
-            Cost(AT_MOST, f"{memory_text(size)} kept for backward", bytes=size),
+            Cost("at most", f"{memory_text(size)} kept for backward", bytes=size),
             remedy,
         )
 
@@ -121,7 +135,14 @@ def _best(model: Fusable) -> str:
     return min(faster, key=lambda memory: faster[memory], default="")
 
 
-def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "convert-fuses",
+    "layers that `convert` fuses",
+    "Call fusedtrain.convert(model, example).",
+    "eager",
+    "trials",
+)
+def fusable(facts: Facts) -> Iterator[Seen]:
     for model in facts.fusable:
         memory = _best(model)
         if not memory:
@@ -133,32 +154,49 @@ def fusable(rule: Rule, facts: Facts) -> Iterator[Finding]:
         texts = [f"{memory_text(saved)} kept for backward"]
         texts += [of_a_step(won, facts)] if won > 0 else []
         mode = ', memory="recompute"' if memory == "recompute" else ""
-        yield rule.finding(
+        yield Seen(
             model.site,
             f"`convert` would change {model.changed} parts of {model.type}; kept for backward: "
             f"{memory_text(model.before)}, converted {memory_text(model.store)}, with "
             f'memory="recompute" {memory_text(model.recompute)}; forward and backward take '
             f"{', '.join(times) or 'a time that was not measured'}",
             saved,
-            Cost(MEASURED, " and ".join(texts), won or None, saved),
+            Cost("measured", " and ".join(texts), won or None, saved),
             f"Call fusedtrain.convert(model, example{mode}) before the optimizer is made.",
             change("convert", model.site, arguments=mode),
         )
 
 
-def nearly_full(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "memory-nearly-full",
+    "memory is nearly full",
+    "plan = fusedtrain.plan_memory(model, example, 0.6) finds the fastest step in 0.6 of its "
+    "peak; fusedtrain.convert(model, example, memory=plan) follows it, with the same losses.",
+)
+def nearly_full(facts: Facts) -> Iterator[Seen]:
     if not facts.peak or not facts.memory or facts.peak < _FULL * facts.memory or facts.assumed:
         return
     where = "the GPU" if facts.on_gpu else "this machine"
-    yield rule.finding(
+    yield Seen(
         facts.model_site,
         f"{memory_text(facts.peak)} of {memory_text(facts.memory)} of {where} were in use at once",
         facts.peak / facts.memory,
-        Cost(NOT_MEASURED, "a larger batch, or a longer sequence, ends the run", bytes=facts.peak),
+        not_measured(
+            "a larger batch, or a longer sequence, ends the run",
+            bytes=facts.peak,
+        ),
     )
 
 
-def slow_depthwise(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "slow-depthwise",
+    "depthwise convolutions that torch computes slowly",
+    "Call fusedtrain.convert(model) before training: these layers get fusedtrain's kernels.",
+    "eager",
+    "trials",
+    "timing",
+)
+def slow_depthwise(facts: Facts) -> Iterator[Seen]:
     for model in facts.depthwise:
         gain = min(model.now - model.converted, facts.step)
         # Other processes may take the rest of a step.
@@ -167,27 +205,34 @@ def slow_depthwise(rule: Rule, facts: Facts) -> Iterator[Finding]:
         one = (model.type, model.site)
         fuses = any((m.type, m.site) == one and _best(m) for m in facts.fusable)
         more = f" and {model.layers - 1} more" if model.layers > 1 else ""
-        yield rule.finding(
+        yield Seen(
             model.site,
             f"{counted(model.layers, 'depthwise convolution')} of {model.type}: "
             f"{model.name}{more}; forward and backward take {time_text(model.now)} a step in "
             f"torch's kernels, {time_text(model.converted)} in fusedtrain's",
             model.layers,
-            Cost(MEASURED, of_a_step(gain, facts), gain),
+            Cost("measured", of_a_step(gain, facts), gain),
             _SAME_CALL if fuses else "",
             () if fuses else change("convert", model.site, arguments=""),
         )
 
 
-def kept(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "graph-kept",
+    "a loss is kept with its graph",
+    "Add the number: loss.detach(), or loss.item() every 100 steps.",
+)
+def kept(facts: Facts) -> Iterator[Seen]:
     for graph in facts.kept:
         what = f"`{graph.name}` keeps" if graph.name else "something keeps"
         if graph.backward:
-            cost = Cost(AT_MOST, f"{graph.nodes} nodes of autograd a step more, and their outputs")
+            cost = Cost(
+                "at most", f"{graph.nodes} nodes of autograd a step more, and their outputs"
+            )
         else:
             text = f"{memory_text(graph.bytes)} a step more, until memory is full"
-            cost = Cost(MEASURED, text, bytes=graph.bytes)
-        yield rule.finding(
+            cost = Cost("measured", text, bytes=graph.bytes)
+        yield Seen(
             graph.site,
             f"{what} the graphs of {graph.steps} earlier steps alive",
             graph.steps,
@@ -196,91 +241,18 @@ def kept(rule: Rule, facts: Facts) -> Iterator[Finding]:
         )
 
 
-def evaluations(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "eval-with-grad",
+    "evaluation without no_grad",
+    "Put the evaluation under torch.no_grad() or torch.inference_mode().",
+)
+def evaluations(facts: Facts) -> Iterator[Seen]:
     for call in facts.evaluations:
         site = call.site
-        yield rule.finding(
+        yield Seen(
             site,
             f"{call.calls} calls of {call.type} in eval mode made graphs that no backward used",
             call.calls,
-            Cost(MEASURED, f"{memory_text(call.bytes)} kept during each call", bytes=call.bytes),
+            Cost("measured", f"{memory_text(call.bytes)} kept during each call", bytes=call.bytes),
             changes=change("no_grad", site),
         )
-
-
-RULES = (
-    Rule(
-        "bias-before-norm",
-        "a bias before a batch norm",
-        "the dataflow from a convolution or linear layer with a bias to a batch norm in training "
-        "(fusedtrain.drop_redundant_bias on a copy)",
-        "Construct the layer with bias=False, or call fusedtrain.drop_redundant_bias(model).",
-        biases,
-        ("trials",),
-    ),
-    Rule(
-        "in-place-clone",
-        "an activation in place that copies its input",
-        "autograd's clone right before an activation that works in place",
-        "Leave inplace out: the derivative needs the input.",
-        clones,
-        ("eager",),
-    ),
-    Rule(
-        "norm-moves-twice",
-        "a checkpointed batch norm moves its statistics twice",
-        "calls of a batch norm in training mode within backward",
-        "Call fusedtrain.convert(model): its norms move nothing when a checkpoint repeats a "
-        "forward; or take the norm out of the checkpoint.",
-        moved_twice,
-    ),
-    Rule(
-        "frozen-norm-keeps",
-        "a frozen batch norm keeps its input",
-        "batch norms in eval mode within a model in training mode, with a gradient",
-        "Call fusedtrain.fold_frozen_norms(model): the convolution does the work of the norm.",
-        frozen,
-        ("eager",),
-    ),
-    Rule(
-        "convert-fuses",
-        "layers that `convert` fuses",
-        "fusedtrain.convert on copies and a batch of the run: a quarter less is kept for backward, "
-        "or forward and backward are faster beyond noise, by 5 % or more",
-        "Call fusedtrain.convert(model, example).",
-        fusable,
-        ("eager", "trials"),
-    ),
-    Rule(
-        "memory-nearly-full",
-        "memory is nearly full",
-        "the most bytes in use at once, from 80 % of the memory of the GPU or the machine on",
-        "plan = fusedtrain.plan_memory(model, example, 0.6) finds the fastest step in 0.6 of its "
-        "peak; fusedtrain.convert(model, example, memory=plan) follows it, with the same losses.",
-        nearly_full,
-    ),
-    Rule(
-        "slow-depthwise",
-        "depthwise convolutions that torch computes slowly",
-        "depthwise convolutions of torch.nn in training on the CPU, timed on copies in torch's "
-        "kernels and in fusedtrain's",
-        "Call fusedtrain.convert(model) before training: these layers get fusedtrain's kernels.",
-        slow_depthwise,
-        ("eager", "trials", "timing"),
-    ),
-    Rule(
-        "graph-kept",
-        "a loss is kept with its graph",
-        "graphs of two earlier steps that are alive two steps later, and the variable that holds "
-        "them",
-        "Add the number: loss.detach(), or loss.item() every 100 steps.",
-        kept,
-    ),
-    Rule(
-        "eval-with-grad",
-        "evaluation without no_grad",
-        "calls of a model in eval mode whose output has a graph that no backward uses",
-        "Put the evaluation under torch.no_grad() or torch.inference_mode().",
-        evaluations,
-    ),
-)

@@ -6,17 +6,7 @@ from collections.abc import Iterator
 
 from ..._text import memory_text, time_text
 from ._facts import Facts, Optimizer
-from ._rule import (
-    AT_MOST,
-    MEASURED,
-    NOT_MEASURED,
-    Change,
-    Cost,
-    Finding,
-    Rule,
-    change,
-    of_a_step,
-)
+from ._rule import Change, Cost, Seen, change, not_measured, of_a_step, rule
 
 _FASTER = 1.25  # on copies, where the clock is noisy
 _SHARE = 0.02  # of a step
@@ -24,24 +14,30 @@ _ALONE = "the step alone: unscaling, clipping and zeroing are not timed"
 HAVE_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # of torch.optim
 
 
-def slow_optimizer(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "slow-optimizer",
+    "an optimizer that is not fused",
+    "Pass fused=True, or take the class of the same name of fusedtrain.optim.",
+    "timing",
+)
+def slow_optimizer(facts: Facts) -> Iterator[Seen]:
     for optimizer in facts.optimizers:
         if optimizer.exact and not optimizer.fused:
-            yield from _slow(rule, facts, optimizer)
+            yield from _slow(facts, optimizer)
 
 
-def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
+def _slow(facts: Facts, optimizer: Optimizer) -> Iterator[Seen]:
     timing = optimizer.timing
     way = {True: "foreach=True", False: "foreach=False", None: "torch's default"}[optimizer.foreach]
     what = f"{optimizer.type} with {way}, {optimizer.tensors} tensors"
     if timing is None:
         if optimizer.seconds >= _SHARE * facts.step and optimizer.type in HAVE_FUSED:
-            yield rule.finding(
+            yield Seen(
                 optimizer.site,
                 f"{what}, {memory_text(optimizer.bytes)} of parameters: "
                 f"{of_a_step(optimizer.seconds, facts)}; {_ALONE}",
                 optimizer.seconds,
-                Cost(AT_MOST, of_a_step(optimizer.seconds, facts), optimizer.seconds),
+                Cost("at most", of_a_step(optimizer.seconds, facts), optimizer.seconds),
                 changes=_fused(optimizer),
             )
         return
@@ -61,12 +57,12 @@ def _slow(rule: Rule, facts: Facts, optimizer: Optimizer) -> Iterator[Finding]:
     )
     if usable:
         remedy, changes = "", _fused(optimizer)
-    yield rule.finding(
+    yield Seen(
         optimizer.site,
         f"{what}: {of_a_step(optimizer.seconds, facts)}; on copies of the parameters "
         f"{time_text(timing.now)}, {listed}; {_ALONE}",
         timing.now / times[best],
-        Cost(MEASURED, of_a_step(gain, facts), gain),
+        Cost("measured", of_a_step(gain, facts), gain),
         remedy,
         changes,
     )
@@ -79,36 +75,21 @@ def _fused(optimizer: Optimizer) -> tuple[Change, ...]:
     return change("keywords", optimizer.site, optimizer.type, **options)
 
 
-def memset(rule: Rule, facts: Facts) -> Iterator[Finding]:
+@rule(
+    "zero-by-memset",
+    "gradients are cleared by memset",
+    "Leave set_to_none at its default, True: the next backward then writes, and adds nothing.",
+)
+def memset(facts: Facts) -> Iterator[Seen]:
     for event in facts.memsets:
         traffic = f"memory traffic of {memory_text(3 * event.bytes)}"
-        yield rule.finding(
+        yield Seen(
             event.site,
             f"{event.count:.0f} memsets a step, {memory_text(event.bytes)} of gradients",
             event.bytes,
             # The memset writes them; backward then reads and adds where it would only write.
-            Cost(AT_MOST, f"{of_a_step(facts.clearing, facts)} ({traffic})", facts.clearing)
+            Cost("at most", f"{of_a_step(facts.clearing, facts)} ({traffic})", facts.clearing)
             if facts.clearing and facts.step
-            else Cost(NOT_MEASURED, f"{traffic} a step"),
+            else not_measured(f"{traffic} a step"),
             changes=change("keywords", event.site, "zero_grad", set_to_none=""),
         )
-
-
-RULES = (
-    Rule(
-        "slow-optimizer",
-        "an optimizer that is not fused",
-        "the optimizer's class and options; its step alone is timed on copies of the parameters "
-        "beside torch's fused=True and fusedtrain's",
-        "Pass fused=True, or take the class of the same name of fusedtrain.optim.",
-        slow_optimizer,
-        ("timing",),
-    ),
-    Rule(
-        "zero-by-memset",
-        "gradients are cleared by memset",
-        "`zero_` of memory that is a gradient's",
-        "Leave set_to_none at its default, True: the next backward then writes, and adds nothing.",
-        memset,
-    ),
-)

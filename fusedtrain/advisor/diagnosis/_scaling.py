@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..._torch_private import CLIP_GRADS
-from .._watch import Site, gradients_of, user_site
+from .._views import Site, gradients_of, user_site
 from ._facts import Event
 from ._patches import Patches
 
 
 class Scaling:
-    """`clipped(site, what, gradients)` is called where gradients are clipped that are multiplied by
-    a loss scale. `optimizers()` returns those that are known."""
+    """Calls `clipped(site, what, gradients)` if gradients are clipped while a loss scale multiplies
+    them. `optimizers()` returns the known optimizers."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Scaling:
         self.by_apex = False  # amp.initialize scaled losses at a step
 
     def watch(self, patches: Patches) -> None:
-        patches.wrap(torch.amp.GradScaler, "unscale_", self._unscale)
+        patches.after(torch.amp.GradScaler, "unscale_", self._unscale)
         for scaler in {torch.amp.GradScaler, *_subclasses(torch.amp.GradScaler)}:
             if "step" in vars(scaler):
                 patches.wrap(scaler, "step", self._step)
@@ -61,7 +61,7 @@ class Scaling:
                 self._direct[key, user_site()] += 1
 
     def direct_steps(self, steps: int) -> list[Event]:
-        """Steps without the scaler of optimizers that it steps, too; of all, if it steps none."""
+        """Steps without the scaler, of optimizers that it also steps; of all if it steps none."""
         return [
             Event(site, "scaler" if self._by_scaler else "", count / max(steps, 1))
             for (key, site), count in self._direct.items()
@@ -89,13 +89,8 @@ class Scaling:
 
         return clip
 
-    def _unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def unscale_(scaler: Any, optimizer: Any) -> Any:
-            result = original(scaler, optimizer)
-            self._unscaled.add(id(optimizer))
-            return result
-
-        return unscale_
+    def _unscale(self, scaler: Any, optimizer: Any) -> None:
+        self._unscaled.add(id(optimizer))
 
     def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

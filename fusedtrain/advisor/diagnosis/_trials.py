@@ -8,7 +8,8 @@ import functools
 import inspect
 import mmap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..._graph.tracer import same_generators
 from ..._torch_private import pytree
 from ...conversion import ConversionReport, convert
 from ...folding import drop_redundant_bias, fold_frozen_norms
-from .._watch import parameters_of
+from .._views import parameters_of
 from ..bench.clock import Effort, cpu_clock, interleave, median_interval
 from ._facts import Timing
 from ._rules_optimizer import HAVE_FUSED
@@ -35,14 +36,25 @@ _MAPPED = 8 << 20
 GPUS = ("cuda",)
 
 
-def shortest(call: Callable[[], Any], rounds: int = _ROUNDS) -> float:
-    """The least time of a call, since other processes only add to it."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def least_in_turns(
+    calls: Mapping[str, Callable[[], Any]], rounds: int, seconds: float = inf, fewest: int = 1
+) -> dict[str, float]:
+    """The least time of each call, since other processes only add to it. The calls take turns, in
+    at most `rounds`, of which none but the `fewest` begins after so many seconds."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    for done in range(rounds):
+        if done >= fewest and time.perf_counter() > end:
+            break
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: min(each) for name, each in times.items()}
+
+
+def shortest(call: Callable[[], Any], rounds: int) -> float:
+    return least_in_turns({"": call}, rounds)[""]
 
 
 def operator_seconds() -> float:
@@ -141,46 +153,33 @@ def optimizer_timing(optimizer: torch.optim.Optimizer, budget: float = _BUDGET) 
     parameters = parameters_of(optimizer)
     if sum(p.nbytes for p in parameters) > _MOST or any(p.is_sparse for p in parameters):
         return None
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "now": lambda: _twin(cls, optimizer, {})
-    }
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {"now": (cls, {})}
     if cls.__name__ in HAVE_FUSED:
-        makers["torch_fused"] = lambda: _twin(cls, optimizer, {"fused": True, "foreach": None})
-    ours = getattr(optim, cls.__name__, None)
-    if ours is not None:
-        makers["fusedtrain"] = lambda: _twin(ours, optimizer, {"fused": None, "foreach": None})
-    twins: dict[str, torch.optim.Optimizer] = {}
+        ways["torch_fused"] = cls, {"fused": True, "foreach": None}
+    if (ours := getattr(optim, cls.__name__, None)) is not None:
+        ways["fusedtrain"] = ours, {"fused": None, "foreach": None}
     steps: dict[str, Callable[[], Any]] = {}
-    for name, maker in makers.items():
+    for name, (kind, options) in ways.items():
         try:
-            twin = maker()
-            step = _step_of(twin)
+            step = _step_of(_twin(kind, optimizer, options))
             step()
             step()
-            steps[name] = step
-            twins[name] = twin
         except (RuntimeError, TypeError, ValueError):
             continue
-    if "now" not in twins:
-        return None
-    times: dict[str, list[float]] = {name: [] for name in twins}
-    end = time.perf_counter() + budget
-    for _ in range(4 * _ROUNDS):
-        for name, twin in twins.items():
-            start = time.perf_counter()
-            steps[name]()
-            _done(twin.param_groups[0]["params"][0])
-            times[name].append(time.perf_counter() - start)
-        if time.perf_counter() > end:
-            break
-    return Timing(**{name: min(seconds) for name, seconds in times.items()})
+        steps[name] = step
+    return Timing(**least_in_turns(steps, 4 * _ROUNDS, budget)) if "now" in steps else None
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """The step without the hooks of all optimizers, which count the steps of the script."""
     hooked = type(optimizer).step
     function = getattr(hooked, "__wrapped__", hooked)
-    return functools.partial(function, optimizer)
+
+    def step() -> None:
+        function(optimizer)
+        _done(parameters_of(optimizer)[0])
+
+    return step
 
 
 def _twin(cls: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> Any:

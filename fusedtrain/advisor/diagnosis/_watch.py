@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..._torch_private import DataLoaderIter
-from .._watch import Site, gradients_of, user_site
+from .._views import Site, gradients_of, user_site
 from ._facts import Kept
 from ._graphs import kept_graphs
 from ._modules import Calls, Mark
@@ -113,18 +113,18 @@ class Watch:
     # Start and stop.
 
     def start(self) -> None:
-        wrap, later = self._patches.wrap, self._patches.later
-        later(register_optimizer_step_pre_hook(self._before_step).remove)
-        wrap(nn.Module, "__init__", self._module_init)
-        wrap(nn.Module, "train", self._train)
-        wrap(torch.optim.Optimizer, "__init__", self._optimizer_init)
-        wrap(DataLoader, "__init__", self._loader_init)
-        wrap(DataLoaderIter, "__init__", self._iterator_init)
-        wrap(DataLoaderIter, "__next__", self._next)
-        wrap(torch.amp.GradScaler, "__init__", self._scaler_init)
-        wrap(torch.amp.GradScaler, "scale", self._scale)
-        wrap(torch, "set_num_threads", self._set_num_threads)
-        self.scaling.watch(self._patches)
+        patches = self._patches
+        patches.later(register_optimizer_step_pre_hook(self._before_step).remove)
+        patches.after(nn.Module, "__init__", self._module_made)
+        patches.before(nn.Module, "train", self._mode_changes)
+        patches.after(torch.optim.Optimizer, "__init__", self._optimizer_made)
+        patches.after(DataLoader, "__init__", self._loader_made)
+        patches.wrap(DataLoaderIter, "__init__", self._iterator_init)
+        patches.wrap(DataLoaderIter, "__next__", self._next)
+        patches.after(torch.amp.GradScaler, "__init__", self._scaler_made)
+        patches.before(torch.amp.GradScaler, "scale", self._loss_scaled)
+        patches.before(torch, "set_num_threads", self._threads_chosen)
+        self.scaling.watch(patches)
         self._running = True
         self._observe(True)
         _watches.append(self)
@@ -172,7 +172,7 @@ class Watch:
         self._inside += 1
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """To be called after each step of an optimizer. Returns whether all has been seen."""
+        """Called after each step of an optimizer; returns whether all was seen."""
         if threading.current_thread() is not self._thread:
             return self._step_of_another_thread()
         self._inside = max(self._inside - 1, 0)
@@ -193,7 +193,7 @@ class Watch:
         return self.taken >= self.limit or self._end_step()
 
     def _step_of_another_thread(self) -> bool:
-        """Returns whether it was the last: there is a thread for each step, and none to follow."""
+        """Returns whether to give up: each step has a new thread, and none can be followed."""
         self.ignored += 1
         if not self._thread.is_alive() or not (self._followed or self.taken):
             self._thread, self._followed = threading.current_thread(), True
@@ -268,44 +268,28 @@ class Watch:
         """Optimizers count steps and loaders draw seeds in tensors of the CPU in any case."""
         return self._inside > 0 or self._loading > 0
 
-    # Wrappers of the constructors and methods that the script calls.
+    # Constructors and methods that the script calls.
 
-    def _module_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            original(module, *args, **kwargs)
-            site = user_site(module)
-            if site is not None:
-                self.sites[module] = site
-            if isinstance(module, nn.DataParallel):
-                self.parallel.append((site, module))
+    def _module_made(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        site = user_site(module)
+        if site is not None:
+            self.sites[module] = site
+        if isinstance(module, nn.DataParallel):
+            self.parallel.append((site, module))
 
-        return init
+    def _mode_changes(self, module: nn.Module, mode: bool = True) -> None:
+        if id(module) in self.calls.roots and module.training != mode:
+            self.unusual.add(self.taken)
+            if not mode:
+                self.calls.listen()
+            elif not self._observing:
+                self.calls.rest()
 
-    def _train(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def train(module: nn.Module, mode: bool = True) -> Any:
-            if id(module) in self.calls.roots and module.training != mode:
-                self.unusual.add(self.taken)
-                if not mode:
-                    self.calls.listen()
-                elif not self._observing:
-                    self.calls.rest()
-            return original(module, mode)
+    def _optimizer_made(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        self.optimizers[id(optimizer)] = OptimizerRecord(user_site(optimizer), optimizer)
 
-        return train
-
-    def _optimizer_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-            original(optimizer, *args, **kwargs)
-            self.optimizers[id(optimizer)] = OptimizerRecord(user_site(optimizer), optimizer)
-
-        return init
-
-    def _loader_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
-            original(loader, *args, **kwargs)
-            self.loaders.append(_loader_record(loader, user_site(loader)))
-
-        return init
+    def _loader_made(self, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
+        self.loaders.append(_loader_record(loader, user_site(loader)))
 
     def _iterator_init(self, original: Callable[..., None]) -> Callable[..., None]:
         def init(iterator: Any, loader: DataLoader[Any], *args: Any, **kwargs: Any) -> None:
@@ -345,29 +329,17 @@ class Watch:
         finally:
             self._loading -= 1
 
-    def _scaler_init(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
-            self.scalers[id(scaler)] = ScalerRecord(user_site(scaler), scaler)
+    def _scaler_made(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
+        self.scalers[id(scaler)] = ScalerRecord(user_site(scaler), scaler)
 
-        return init
+    def _loss_scaled(self, scaler: Any, outputs: Any) -> None:
+        record = self.scalers.setdefault(id(scaler), ScalerRecord(user_site(), scaler))
+        if scaler.is_enabled():
+            record.used += 1
+            self.scaling.scale()
 
-    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def scale(scaler: Any, outputs: Any) -> Any:
-            record = self.scalers.setdefault(id(scaler), ScalerRecord(user_site(), scaler))
-            if scaler.is_enabled():
-                record.used += 1
-                self.scaling.scale()
-            return original(scaler, outputs)
-
-        return scale
-
-    def _set_num_threads(self, original: Callable[[int], None]) -> Callable[[int], None]:
-        def set_num_threads(count: int) -> None:
-            self.threads_site = user_site()
-            original(count)
-
-        return set_num_threads
+    def _threads_chosen(self, count: int) -> None:
+        self.threads_site = user_site()
 
     def _waits(self, what: str) -> Callable[[Any], Any]:
         words = {"__repr__": "a tensor is printed", "cpu": ".cpu()", "tolist": ".tolist()"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ...planning._batches import largest
+
 PROBES = (2, 4)  # samples, of which memory is extrapolated: batch norm cannot train with one
 MOST = 1 << 16  # samples in a batch
 _GROWTH = 32  # times the largest measured batch, at most, is the next one
@@ -12,7 +14,7 @@ _CLOSE = 0.02  # a larger batch by less is not worth another step
 
 
 def predicted(peaks: Mapping[int, int], batch: int) -> float:
-    """Bytes of the batch, by the two largest measured ones."""
+    """Bytes of the batch, on the line through the two largest measured batches."""
     (one, low), (other, high) = sorted(peaks.items())[-2:]
     return low + (high - low) / (other - one) * (batch - one)
 
@@ -26,21 +28,24 @@ def largest_fitting(
         measure: the peak of a batch in bytes; None where memory was not enough.
         peaks: by batch, of two at least; measured ones are added.
     """
-    fitting = [batch for batch, peak in peaks.items() if peak <= limit]
-    low, high = max(fitting, default=0), most + 1
-    if len(fitting) < len(peaks):
+    low = max((batch for batch, peak in peaks.items() if peak <= limit), default=0)
+    if low < max(peaks):
         return low
-    for _ in range(_TRIES):
-        candidate = min(_reached(peaks, limit), _GROWTH * low, high - 1)
-        if candidate - low <= _CLOSE * low:
-            break
-        peak = measure(candidate)
+    refused = False
+
+    def fits(batch: int) -> bool:
+        nonlocal refused
+        peak = measure(batch)
+        refused = peak is None
         if peak is None:
-            high = low + max((candidate - low) // 2, 1)
-            continue
-        peaks[candidate] = peak
-        low, high = (candidate, high) if peak <= limit else (low, candidate)
-    return low
+            return False
+        peaks[batch] = peak
+        return peak <= limit
+
+    def propose(low: int, high: int) -> int:
+        return (low + high) // 2 if refused else min(_reached(peaks, limit), _GROWTH * low)
+
+    return largest(fits, most, propose, low, _TRIES, _CLOSE)
 
 
 def _reached(peaks: Mapping[int, int], limit: int) -> int:

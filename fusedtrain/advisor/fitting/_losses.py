@@ -65,13 +65,13 @@ def draw_of(example: Any, job: Job) -> Draw:
 
 
 def is_sized(example: Any) -> bool:
-    """Whether it is a tensor or a shape, which random samples imitate."""
+    """Whether the example is a tensor or a shape: random samples have the same shape."""
     shape = isinstance(example, tuple | list) and all(type(size) is int for size in example)
     return shape or isinstance(example, Tensor)
 
 
 def loss_of(step: Callable[[Any, Any], Tensor] | str) -> Outcome:
-    """The loss that the user's function makes."""
+    """Calls the user's function, and checks its loss."""
     call = checked_call(step, "step", "model and batch", None, None)
 
     def loss(model: Any, batch: Any) -> tuple[None, Tensor]:
@@ -85,7 +85,7 @@ def loss_of(step: Callable[[Any, Any], Tensor] | str) -> Outcome:
 
 
 def usual_loss(model: Any, batch: Any) -> tuple[Any, Tensor]:
-    """The model's own loss for named arguments, as transformers has it, else cross-entropy."""
+    """The loss that the model returns for named arguments (transformers), or cross-entropy."""
     output = loss = None
     if isinstance(batch, dict):
         output = model(**batch)

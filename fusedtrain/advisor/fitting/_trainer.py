@@ -15,7 +15,7 @@ from ..._recompute import MemoryPlan, fingerprint
 from ..._torch_private import compiled_within, pytree
 from ...conversion import convert, revert
 from ...planning._autocast import autocast_to
-from ...planning._meter import Meter
+from ...planning._meter import Meter, synchronize
 from ...planning._profile import Running
 from .._memory import SHARE, available_memory
 from ..tuning._job import Job, target_of
@@ -72,7 +72,7 @@ class Trainer:
         self.available = self._available()
 
     def switch(self, way: Way) -> None:
-        """From now on the model trains in this way."""
+        """Makes the model train in this way from now on."""
         restore_blocks(self._checkpointed)
         self._checkpointed = []
         self._call = self.model
@@ -108,14 +108,14 @@ class Trainer:
     def seconds(self, batch: int) -> float:
         """The time of a step."""
         data = self._data(batch)
-        self._synchronize()
+        synchronize(self.device)
         begun = time.perf_counter()
         self._step(data)
-        self._synchronize()
+        synchronize(self.device)
         return time.perf_counter() - begun
 
     def forget(self) -> None:
-        """Frees what a step that did not fit has left."""
+        """Frees the tensors of a step that did not fit."""
         self._optimizer.zero_grad()
         self._drawn = None
         torch.accelerator.empty_cache()
@@ -155,10 +155,6 @@ class Trainer:
                 data = data, torch.randint(classes, (batch, *rest), device=self.job.device)
             self._drawn = batch, data
         return self._drawn[1]
-
-    def _synchronize(self) -> None:
-        if self.device.index is not None:
-            torch.accelerator.synchronize(self.device)
 
     def _available(self) -> int | None:
         """Bytes that a step may take here, `fixed` of the smallest batch included."""

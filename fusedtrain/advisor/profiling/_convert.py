@@ -9,7 +9,7 @@ from torch.optim.optimizer import Optimizer
 
 from ..._graph.hooks import Observation
 from ...conversion import convert
-from .._watch import OutermostCalls, parameters_of, without_parts
+from .._views import OutermostCalls, parameters_of, without_parts
 
 
 class Conversion:

@@ -62,9 +62,9 @@ def family_of(name: str, ranges: Sequence[str] = (), operator: str = "") -> str:
 
     Args:
         name: of the operator or the kernel.
-        ranges: names of all that the operator runs in, the innermost first.
-        operator: of a kernel, the operator that launched it, which says more: a convolution may be
-            a kernel that is named after a matrix product.
+        ranges: names of the ranges around the operator, the innermost first.
+        operator: the launcher of a kernel. Its name says more: a convolution may run a kernel that
+            is named after a matrix product.
     """
     for family, pattern in _RANGES:
         if any(pattern.search(text) for text in (name, operator, *ranges)):

@@ -8,7 +8,7 @@ from typing import Any
 from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
-from .._watch import TORCH_AND_OURS, running_frames
+from .._views import TORCH_AND_OURS, running_frames
 from ._records import LINE_RANGE
 
 _NOT_THE_USERS = ("<", *TORCH_AND_OURS)

@@ -45,7 +45,7 @@ class Window:
 
     @property
     def on_its_thread(self) -> bool:
-        """Whether this thread is the one that is profiled."""
+        """Whether this thread is profiled."""
         return threading.current_thread() is self._thread
 
     def stop(self, steps: int) -> Recording:
@@ -60,14 +60,14 @@ class Window:
 
 
 def wait_for_device() -> None:
-    """Until the GPU has done what it was given."""
+    """Blocks until the GPU is idle."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 class OptimizerRange:
-    """A range around each optimizer step, from hooks: in those of torch a hook is inside, so that a
-    window which begins or ends in a hook would see half of one."""
+    """A range around each optimizer step, made by hooks. torch's own range has the hooks inside:
+    a window that begins or ends in a hook would see half of that range."""
 
     def __init__(self) -> None:
         self._open: list[record_function] = []

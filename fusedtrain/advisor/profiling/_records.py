@@ -28,11 +28,11 @@ class Record:
         name: aten::conv2d, a range's name.
         us: microseconds of its own, without those of operators that it calls.
         start: microseconds; the order of operators.
-        ranges: names of all that it runs in, the innermost first.
-        thread: that it ran in.
+        ranges: names of the ranges around it, the innermost first.
+        thread: its number.
         sequence: number of the autograd node that a forward operator makes, or whose backward this
             operator is part of; -1 if there is none.
-        kernels: which it launched itself.
+        kernels: launched by the operator itself.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Recording:
 
 
 def recording(events: Iterable[Any], wall_us: float, steps: int) -> Recording:
-    """From the events of torch.profiler."""
+    """The events of torch.profiler as records."""
     records, busy = [], []
     for event in events:
         span = event.time_range

@@ -45,7 +45,7 @@ class Reference:
         ]
 
     def complaint(self, losses: Sequence[float], precision: str) -> str:
-        """Where the losses differ by more than rounding, in numbers; "" where they agree."""
+        """The first loss that differs by more than rounding, in words; "" if none does."""
         triples = zip(losses, self.losses, self.allowed(precision), strict=True)
         for number, (loss, exact, allowed) in enumerate(triples, 1):
             if not math.isfinite(exact):

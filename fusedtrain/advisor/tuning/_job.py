@@ -24,21 +24,8 @@ LEARNING_RATES = {"sgd": 0.1, "adamw": 1e-3}
 
 @dataclass(frozen=True)
 class Job:
-    """Training that each trial does.
-
-    Args:
-        model: ``torchvision:NAME``, ``timm:NAME``, ``transformers:CONFIGCLASS`` or
-            ``path.py:FUNCTION`` (also ``package.module:FUNCTION``), which returns a module.
-        input: the shape of one sample.
-        batch: samples in a step before the batch size is tuned.
-        classes: classes of a model of the three libraries.
-        tokens: inputs are integers below this number; 0: normal random numbers.
-        loader: ``path.py:FUNCTION``, called with batch_size, num_workers and pin_memory.
-        device: "cpu" or "cuda".
-        optimizer: "sgd" or "adamw".
-        lr: the learning rate for ``batch``.
-        config: for ``transformers``: arguments of the configuration.
-    """
+    """Training that each trial does; `tune` says what its arguments mean. `model` and `loader` are
+    names, `input` is the shape of one sample."""
 
     model: str
     input: tuple[int, ...]
@@ -166,7 +153,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def place_of(function: Callable[..., Any] | str, argument: str) -> str:
-    """Where a fresh process finds the function.
+    """The name by which a fresh process finds the function.
 
     Raises:
         TypeError: the function has no such place: a lambda, a nested function, one typed at a

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..bench.clock import median_interval
 
@@ -28,8 +29,7 @@ class Race:
     rounds: int
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Whether a trial becomes the best, and why."""
 
     accepted: bool

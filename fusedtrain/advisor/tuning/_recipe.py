@@ -54,7 +54,7 @@ def _import(place: str, alias: str) -> str:
 
 
 def setup(job: Job, config: Config, lr: float) -> str:
-    """Everything before the first step. Needs ``build_model``."""
+    """The code before the first step. Needs ``build_model``."""
     code = code_of(config, job.device)
     lines = [*code.get("settings", ()), f'device = torch.device("{job.device}")']
     lines += ["model = build_model().to(device).train()", *code.get("model", ())]

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Callable, Collection
 
-from ...planning._batches import largest
-from ._switches import NAMES, SWITCHES, Config, Facts
+from ...planning._batches import doubling, largest
+from ._switches import NAMES, SWITCHES, Conditions, Config
 
 # Whether the second configuration, tried against the first (the best so far), is accepted.
 Judge = Callable[[Config, Config], bool]
@@ -25,7 +25,7 @@ def switches_named(names: Collection[str]) -> list[str]:
     return [name for name in NAMES if not names or name in names]
 
 
-def greedy(start: Config, facts: Facts, names: Collection[str], judge: Judge) -> Config:
+def greedy(start: Config, facts: Conditions, names: Collection[str], judge: Judge) -> Config:
     """One switch at a time from the best so far.
 
     At the end the last two accepted switches are tried off again, because a switch that came later
@@ -49,7 +49,7 @@ def greedy(start: Config, facts: Facts, names: Collection[str], judge: Judge) ->
     return best
 
 
-def product(start: Config, facts: Facts, names: Collection[str], judge: Judge) -> Config:
+def product(start: Config, facts: Conditions, names: Collection[str], judge: Judge) -> Config:
     """Every combination against the best so far."""
     best = start
     columns = [
@@ -64,7 +64,7 @@ def product(start: Config, facts: Facts, names: Collection[str], judge: Judge) -
     return best
 
 
-def size_of_product(facts: Facts, names: Collection[str]) -> int:
+def size_of_product(facts: Conditions, names: Collection[str]) -> int:
     """Trials of `product`."""
     return math.prod(1 + len(one.others(facts)) for one in SWITCHES if one.name in names) - 1
 
@@ -75,6 +75,6 @@ def largest_batch(fits: Callable[[int], bool], base: int, most: int) -> int:
     ``base`` fits; ``most`` is the largest that is asked for. ``fits`` is called a few times.
     """
     unit = max(1, base // 4)
-    first = base // unit
-    number = largest(lambda units: units <= first or fits(units * unit), 2 * first, most // unit)
+    first, units = base // unit, most // unit
+    number = largest(lambda n: fits(n * unit), units, doubling(2 * first, units), low=first)
     return max(number * unit, base)

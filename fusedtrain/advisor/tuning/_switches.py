@@ -17,7 +17,7 @@ EPS = {"fp32": 2.0**-23, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 
 @dataclass(frozen=True)
-class Facts:
+class Conditions:
     """Facts that decide which switches apply.
 
     Args:
@@ -41,11 +41,11 @@ class Facts:
         return self.device == "cuda"
 
 
-def _always(facts: Facts) -> bool:
+def _always(facts: Conditions) -> bool:
     return True
 
 
-def _cuda(facts: Facts) -> bool:
+def _cuda(facts: Conditions) -> bool:
     return facts.cuda
 
 
@@ -61,7 +61,7 @@ class Value:
 
     name: str
     code: Mapping[str, str] = field(default_factory=dict)
-    applies: Callable[[Facts], bool] = _always
+    applies: Callable[[Conditions], bool] = _always
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Switch:
     name: str
     values: Sequence[Value]
 
-    def others(self, facts: Facts) -> list[Value]:
+    def others(self, facts: Conditions) -> list[Value]:
         """The values that may be tried instead of the first one."""
         return [value for value in self.values[1:] if value.applies(facts)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..._text import memory_text, time_text
@@ -17,7 +17,7 @@ from ._process import Process, TrialFailed
 from ._race import LEAST, TURN, Race, race, rounds_in, verdict
 from ._report import TunedTrial
 from ._search import largest_batch, size_of_product
-from ._switches import BATCH, EPS, SWITCHES, Config, Facts, difference, plain
+from ._switches import BATCH, EPS, SWITCHES, Conditions, Config, difference, plain
 
 MOST_TIMES = 16  # the batch grows to no more than so many times the first one
 _PATIENCE = 60  # seconds that any trial may take; a slow one may take _SLOW times the plain one
@@ -53,12 +53,11 @@ class Tuner:
     def __init__(self, job: Job, budget: Budget, begin: Begin, compile: bool, cores: int) -> None:
         self.job, self._budget, self._tell = job, budget, begin
         self._stage = ""
-        self._compile, self._cores = compile, cores
         self.trials: list[TunedTrial] = []
         self.notes: list[str] = []
         self.whole: TunedTrial | None = None
         self._batch_decided = False
-        self.facts = Facts(job.device, loader=bool(job.loader), compile=compile, cores=cores)
+        self.facts = Conditions(job.device, loader=bool(job.loader), compile=compile, cores=cores)
         self.known: dict[str, Any] = {}
         self._processes = ExitStack()
         self._reference: Reference | None = None
@@ -83,10 +82,8 @@ class Tuner:
         with self._process(start) as probe:
             self.known = self._ask(probe, "probe")
             capability: Any = tuple(self.known["capability"])
-            self.facts = Facts(
-                self.job.device, capability, self.known["convolutions"], bool(self.job.loader),
-                self._compile, self._cores,
-            )  # fmt: skip
+            convolutions = self.known["convolutions"]
+            self.facts = replace(self.facts, capability=capability, convolutions=convolutions)
             self._check_memory()
             self._reference = self._measure_reference(probe)
         self._base = self._best = self._start(start)
@@ -100,7 +97,7 @@ class Tuner:
         return start
 
     def _check_memory(self) -> None:
-        """On the CPU a batch that does not fit is refused before it is tried."""
+        """Refuses a batch that would not fit into the CPU's memory before it is tried."""
         self.limit = self.known["memory"]
         if self.limit is None:
             memory = available_memory()
@@ -156,7 +153,7 @@ class Tuner:
             self._budget.last_trial = time.monotonic() - begun
         # Memory is compared for a sample: of a larger batch it is not less.
         decided = verdict(result, self._best.memory / best[BATCH] * trial[BATCH], running.memory)
-        done = _tuned(name, running, result, decided.accepted, decided.reason)
+        done = _tuned(name, running, result, *decided)
         self.trials.append(done)
         loser = self._best if decided.accepted else running
         if loser is not self._base:
@@ -240,7 +237,7 @@ class Tuner:
         return batch, why
 
     def _largest_on_gpu(self, base: int, most: int) -> int:
-        """By steps of growing batches in a process of their own, beside the parked best one."""
+        """Steps of growing batches, in a process of their own beside the parked best one."""
         self._begin("the largest batch that fits")
         with self._process(self._best.config) as process:
             self._ask(process, "losses", steps=1)

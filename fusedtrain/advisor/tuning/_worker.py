@@ -15,14 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..._graph.kept import bytes_of, kept_bytes
+from .._views import users_part
 from ..bench.clock import device_name
 from ._job import LIBRARIES, Job, load_function, random_inputs, split, target_of
 from ._recipe import loader_call, model_source, trial
@@ -31,17 +30,15 @@ from ._switches import BATCH, Config, plain
 _FIRST_SCALE = 2.0**10  # of a GradScaler: its own 2**16 skips steps, whose losses then differ
 _FILE = "<recipe>"
 PROBED = 2  # samples, of which memory is extrapolated: batch norm cannot train with one
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
 
 
 class Trial:
-    """A model that is trained by a configuration."""
+    """A model that is trained by a configuration. `facts`: those of a process that has probed."""
 
-    def __init__(self, job: Job, config: Config) -> None:
-        self.job, self.config = job, config
+    def __init__(self, job: Job, config: Config, facts: dict[str, Any]) -> None:
+        self.job, self.config, self._facts = job, config, facts
         self._build_model = model_function(job)
         self._batches: Iterator[Any] | None = None
-        self._facts: dict[str, Any] = {}
 
     def build(self, seed: int = 0, rounding: float = 0.0) -> None:
         """The model with its initial weights, each off by up to ``rounding`` of its size.
@@ -83,7 +80,7 @@ class Trial:
         classes, target_shape = target_of(self.job, outputs[0], PROBED)
         convolutions = any(isinstance(m, (nn.Conv2d, nn.ConvTranspose2d)) for m in model.modules())
         cuda = self.job.device == "cuda"
-        return {
+        self._facts = {
             "target_shape": target_shape,
             "classes": classes,
             "convolutions": convolutions and len(self.job.input) == 3,
@@ -93,10 +90,7 @@ class Trial:
             "memory": torch.cuda.mem_get_info()[0] if cuda else None,
             "device": device_name(self.job.device),
         }
-
-    def know(self, facts: dict[str, Any]) -> None:
-        """Takes over what another process has probed."""
-        self._facts = facts
+        return self._facts
 
     def losses(self, steps: int, seed: int = 0, rounding: float = 0.0) -> dict[str, Any]:
         """Builds, and takes the first steps on random samples that are the same in all trials."""
@@ -217,37 +211,18 @@ def main(argv: Sequence[str]) -> int:
         name = request.pop("do")
         try:
             if state is None:
-                state = Trial(job, task["config"] or plain(job.batch))
-                state.know(task["facts"])
+                state = Trial(job, task["config"] or plain(job.batch), task["facts"])
             answer = getattr(state, name)(**request)
-            if name == "probe":
-                state.know(answer)
         except BaseException as error:
-            answer = _of(error)
-        _send(answers, answer)
+            answer = _failure(error)
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 
-def _of(error: BaseException) -> dict[str, Any]:
-    lines = traceback.format_exception(type(error), error, _of_user(error.__traceback__))
+def _failure(error: BaseException) -> dict[str, Any]:
+    lines = traceback.format_exception(type(error), error, users_part(error.__traceback__))
     return {
         "error": traceback.format_exception_only(error)[-1].strip(),
         "traceback": "".join(lines),
         "out_of_memory": isinstance(error, (torch.OutOfMemoryError, MemoryError)),
     }
-
-
-def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the first frame that is neither ours nor the import machinery's."""
-    while trace is not None:
-        path = trace.tb_frame.f_code.co_filename
-        machinery = path.startswith("<") or os.path.basename(os.path.dirname(path)) == "importlib"
-        if not machinery and not path.startswith(_PACKAGE):
-            break
-        trace = trace.tb_next
-    return trace
-
-
-def _send(answers: TextIO, answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()

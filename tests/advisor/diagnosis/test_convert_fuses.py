@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fusedtrain.advisor._watch import Site
+from fusedtrain.advisor._views import Site
 from fusedtrain.advisor.bench import clock
 from fusedtrain.advisor.diagnosis import Facts, Finding, _trials, decide, doctor
 from fusedtrain.advisor.diagnosis._facts import Fusable

@@ -105,52 +105,54 @@ def test_script_runs_as_python_runs_it(folder: Path) -> None:
     assert rules <= {"small-tensors", "loader-too-slow"}  # a worker that starts is waited for
 
 
-@pytest.mark.slow
-def test_script_that_raises_shows_its_traceback_and_the_findings_so_far(folder: Path) -> None:
-    (folder / "train.py").write_text(RAISES)
-    run = doctor("train.py", cwd=folder)
-    assert run.returncode == 3, run.stderr
-    trace = run.stderr[run.stderr.index("Traceback") :].splitlines()
-    assert trace[1] == '  File "train.py", line 14, in <module>'
-    assert trace[-1] == "KeyError: 'of the user'"
-    assert "fusedtrain" not in "\n".join(trace)
-    assert "PARTIAL: the script raised after 6 steps" in run.stdout
-    assert "[in-place-clone]" in run.stdout
-
-
 @pytest.fixture
 def called(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """The command in this process, which saves an import of torch; the script has its own."""
+    """The command on a script, in this process, which saves an import of torch; the script has its
+    own."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return lambda *words: (main(["doctor", *words]), *capfd.readouterr())
+
+    def call(script: str, *words: str) -> tuple[int, str, str]:
+        (folder / "train.py").write_text(script)
+        return main(["doctor", *words, "train.py"]), *capfd.readouterr()
+
+    return call
 
 
-NO_STEP = "import torch\nprint(torch.ones(2).sum())\n"
+# Script, exit code, words of the output.
+ENDS = {
+    "no step": (
+        "import torch\nprint(torch.ones(2).sum())\n", Exit.FOUND,
+        ["PARTIAL: the script took no step of an optimizer", "tensor(2.)"],
+    ),
+    "exit": (  # which is no exception
+        "import sys\nsys.exit(7)\n", Exit.SCRIPT_RAISED,
+        ["PARTIAL: the script ended with exit status 7 after 0 steps"],
+    ),
+    "raises": (
+        RAISES, Exit.SCRIPT_RAISED,
+        ["PARTIAL: the script raised after 6 steps", "[in-place-clone]"],
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("script", "status", "words"),
-    [
-        pytest.param(
-            NO_STEP, Exit.FOUND,
-            ["PARTIAL: the script took no step of an optimizer", "tensor(2.)"],
-            marks=pytest.mark.slow,
-        ),
-        ("import sys\nsys.exit(7)\n", Exit.SCRIPT_RAISED,  # which is no exception
-         ["PARTIAL: the script ended with exit status 7 after 0 steps"]),
-    ],
-)  # fmt: skip
-def test_a_script_that_ends_early_is_told_so(
-    folder: Path, called: Any, script: str, status: Exit, words: list[str]
-) -> None:
-    (folder / "train.py").write_text(script)
-    ended, output, _ = called("train.py")
+    "name", ["exit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("no step", "raises"))]
+)
+def test_a_script_that_ends_early(called: Any, name: str) -> None:
+    """A script that raises shows its traceback, and the findings so far."""
+    script, status, words = ENDS[name]
+    ended, output, errors = called(script)
     assert ended == status
     assert all(text in output for text in words)
+    if name == "raises":
+        trace = errors[errors.index("Traceback") :].splitlines()
+        assert trace[1] == '  File "train.py", line 14, in <module>'
+        assert trace[-1] == "KeyError: 'of the user'"
+        assert "fusedtrain" not in "\n".join(trace)
 
 
 THREAD = """
@@ -171,11 +173,9 @@ threading.Thread(target=train).start()
 
 
 @pytest.mark.slow
-def test_a_script_that_trains_in_a_thread(folder: Path, called: Any) -> None:
+def test_a_script_that_trains_in_a_thread(called: Any) -> None:
     """It ends before the thread does."""
-    (folder / "train.py").write_text(THREAD)
-    words = ("--json", "--no-trials", "--steps", "6", "train.py")
-    status, output, errors = called(*words)
+    status, output, errors = called(THREAD, "--json", "--no-trials", "--steps", "6")
     assert status == Exit.FOUND
     report = json.loads(output)
     assert (report["end"], report["steps"], report["partial"]) == ("done", 6, None)
@@ -185,12 +185,9 @@ def test_a_script_that_trains_in_a_thread(folder: Path, called: Any) -> None:
 
 @pytest.mark.slow
 def test_fix_prints_a_diff_and_nothing_else(folder: Path, called: Any) -> None:
-    source = (
-        (SCRIPTS / "tiny.py").read_text().replace("losses = []", "losses = print('of it') or []")
-    )
-    (folder / "train.py").write_text(source)
-    words = ("--fix", "--steps", "6", "--no-trials", "train.py")
-    status, output, errors = called(*words)
+    tiny = (SCRIPTS / "tiny.py").read_text()
+    source = tiny.replace("losses = []", "losses = print('of it') or []")
+    status, output, errors = called(source, "--fix", "--steps", "6", "--no-trials")
     assert status == Exit.FOUND
     assert output.startswith("--- train.py\n+++ train.py\n@@ ")
     assert "+        losses.append(loss.detach())\n" in output
@@ -201,9 +198,8 @@ def test_fix_prints_a_diff_and_nothing_else(folder: Path, called: Any) -> None:
 
 def test_files_of_the_report(folder: Path, called: Any) -> None:
     """A chart, where a finding has a time; and a page."""
-    (folder / "train.py").write_text((SCRIPTS / "faults.py").read_text())
-    words = ("--plot", "a.png", "--html", "a.html", "--steps", "6", "train.py")
-    status, output, _ = called(*words)
+    words = ("--plot", "a.png", "--html", "a.html", "--steps", "6")
+    status, output, _ = called((SCRIPTS / "faults.py").read_text(), *words)
     assert status == Exit.FOUND
     assert "[loader-without-workers]" in output
     assert (folder / "a.png").read_bytes().startswith(b"\x89PNG")
@@ -213,7 +209,7 @@ def test_files_of_the_report(folder: Path, called: Any) -> None:
 
 
 def test_there_is_no_such_script(called: Any) -> None:
-    status, output, errors = called("missing.py")
+    status, output, errors = called("", "missing.py")
     assert (status, output) == (Exit.USAGE, "")
     assert "missing.py" in errors
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import fusedtrain
 from fusedtrain.advisor.diagnosis import doctor
-from helpers.diagnosis import lines, rules, training
+from helpers.diagnosis import rules, stepping, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,24 +28,6 @@ class Meter:
 
     def update(self, value: Any) -> None:
         self.sum += value
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_a_meter_that_keeps_graphs(detach: bool) -> None:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    meter = Meter()
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(torch.randn(2, 4)).sum()
-        loss.backward()
-        meter.update(loss.detach() if detach else loss)
-        optimizer.step()
-
-    diagnosis = doctor(step, steps=5)
-    assert lines(diagnosis, "graph-kept") == ([] if detach else ["self.sum += value"])
-    assert "detach" not in diagnosis.diff()  # the method may be called with plain numbers
 
 
 class Log:
@@ -111,31 +93,37 @@ def enclosed() -> Callable[[Any], Any]:
 KEEPING["enclosed"] = enclosed()
 
 
+METER = Meter()
+KEEPING["update"] = METER.update
+
+
 @pytest.mark.parametrize("how", KEEPING)
 def test_the_line_that_keeps_a_graph(how: str) -> None:
     """Wherever it is: the function has returned when the graph is seen."""
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    keep = KEEPING[how]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss = model(torch.randn(2, 4)).sum()
-        loss.backward()
-        optimizer.step()
-        keep(loss)
-
+    model, keep = nn.Linear(4, 1), KEEPING[how]
     try:
-        findings = doctor(step, steps=6, trials=False).findings
+        step = stepping(model, lambda: model(torch.randn(2, 4)).sum(), keep)
+        diagnosis = doctor(step, steps=6, trials=False)
     finally:
         LOG.__init__()  # type: ignore[misc]
+        METER.__init__()  # type: ignore[misc]
         HISTORY.clear()
-    (kept,) = (finding for finding in findings if finding.rule == "graph-kept")
+    (kept,) = (finding for finding in diagnosis.findings if finding.rule == "graph-kept")
     assert kept.site is not None
     lines, first = inspect.getsourcelines(keep)
     assert kept.site.line == first + len(lines) - 1
     assert kept.site.function == keep.__name__
     assert Path(kept.site.file) == Path(__file__)
+    if how == "update":  # which may be called with plain numbers
+        assert "detach" not in diagnosis.diff()
+
+
+def test_a_meter_of_numbers_keeps_nothing() -> None:
+    model, meter = nn.Linear(4, 1), Meter()
+    step = stepping(
+        model, lambda: model(torch.randn(2, 4)).sum(), lambda loss: meter.update(loss.detach())
+    )
+    assert "graph-kept" not in rules(doctor(step, steps=5))
 
 
 def test_predictions_without_backward_keep_all_that_was_saved() -> None:

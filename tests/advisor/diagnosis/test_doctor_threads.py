@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedtrain.advisor.diagnosis import doctor
 from fusedtrain.advisor.diagnosis._modules import Calls
-from helpers.diagnosis import rules, training
+from helpers.diagnosis import Network, images, rules, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def network() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU(inplace=True), nn.Flatten(), nn.Linear(64, 2)
-    )
 
 
 def state() -> dict[str, Any]:
@@ -42,15 +37,23 @@ def state() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_nothing_stays() -> None:
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
     before = state()
-    doctor(training(network(), torch.randn(2, 3, 6, 6)), steps=5)
+    yield
     assert state() == before
 
 
-def test_nothing_stays_when_the_function_raises() -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
+@pytest.fixture
+def step() -> Callable[[], None]:
+    return training(Network(), images())
+
+
+def test_nothing_stays(step: Any) -> None:
+    doctor(step, steps=5)
+
+
+def test_nothing_stays_when_the_function_raises(step: Any) -> None:
     calls = iter((True, True, False))
 
     def fails() -> None:
@@ -60,7 +63,18 @@ def test_nothing_stays_when_the_function_raises() -> None:
 
     with pytest.raises(KeyError, match="of the user"):
         doctor(fails, steps=5)
-    assert state() == before
+
+
+def test_nothing_stays_when_a_cleanup_raises(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = Calls.rest
+
+    def fails(calls: Calls) -> None:
+        rest(calls)
+        raise OSError("no memory")
+
+    monkeypatch.setattr(Calls, "rest", fails)
+    with pytest.raises(OSError, match="no memory"):
+        doctor(step, steps=5)
 
 
 def _in_threads(step: Any, steps: int) -> Any:
@@ -74,35 +88,31 @@ def _in_threads(step: Any, steps: int) -> Any:
     return function
 
 
-def test_training_in_another_thread_is_followed_from_its_second_step_on() -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    diagnosis = doctor(_in_threads(step, 7), steps=6)
-    assert state() == before
+@pytest.mark.parametrize(
+    ("steps", "trials", "speak"),
+    [
+        (7, True, {"bias-before-norm", "in-place-clone", "convert-fuses"}),
+        (3, False, {"in-place-clone"}),
+    ],
+)
+def test_training_in_another_thread_is_followed_from_its_second_step_on(
+    step: Any, steps: int, trials: bool, speak: set[str]
+) -> None:
+    """One thread, or one for some steps each."""
+    diagnosis = doctor(_in_threads(step, steps), steps=6, trials=trials)
     assert diagnosis.facts.steps == 6
     assert not diagnosis.partial
     assert diagnosis.facts.operators > 10  # as many as are in a step
-    assert {"bias-before-norm", "in-place-clone", "convert-fuses"} <= rules(diagnosis)
+    assert speak <= rules(diagnosis)
 
 
-def test_a_thread_for_some_steps_each() -> None:
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    diagnosis = doctor(_in_threads(step, 3), steps=6, trials=False)
-    assert diagnosis.facts.steps == 6
-    assert "in-place-clone" in rules(diagnosis)
-
-
-def test_a_thread_for_each_step_is_an_error() -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
+def test_a_thread_for_each_step_is_an_error(step: Any) -> None:
     with pytest.raises(RuntimeError, match="call doctor in the thread that trains"):
         doctor(_in_threads(step, 1), steps=6)
-    assert state() == before
 
 
-def test_a_mode_of_the_script_stays_on_its_stack() -> None:
+def test_a_mode_of_the_script_stays_on_its_stack(step: Any) -> None:
     """The watch leaves its own mode, and no other one, wherever the observed steps end."""
-    step = training(network(), torch.randn(2, 3, 6, 6))
     counts = []
 
     def steps() -> None:
@@ -112,25 +122,6 @@ def test_a_mode_of_the_script_stays_on_its_stack() -> None:
         counts.append(mode.get_total_flops())
 
     steps()
-    before = state()
     diagnosis = doctor(steps, steps=4, trials=False)
-    assert state() == before
     assert counts[0] == counts[1]
     assert "in-place-clone" in rules(diagnosis)
-
-
-def test_a_cleanup_that_raises_leaves_nothing_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    before = state()
-    step = training(network(), torch.randn(2, 3, 6, 6))
-    rest = Calls.rest
-
-    def fails(calls: Calls) -> None:
-        rest(calls)
-        raise OSError("no memory")
-
-    monkeypatch.setattr(Calls, "rest", fails)
-    with pytest.raises(OSError, match="no memory"):
-        doctor(step, steps=5)
-    assert state() == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusedtrain.advisor._watch import Site
+from fusedtrain.advisor._views import Site
 from fusedtrain.advisor.diagnosis import Facts, _operators, decide
 from fusedtrain.advisor.diagnosis._facts import (
     Copy,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusedtrain.advisor._watch import Site
+from fusedtrain.advisor._views import Site
 from fusedtrain.advisor.diagnosis import Change, Cost, Diagnosis, Finding
 from fusedtrain.advisor.diagnosis._edits import diff_of
 from fusedtrain.cli import Exit, doctor as doctor_command, main

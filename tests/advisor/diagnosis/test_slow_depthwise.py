@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain.advisor._watch import Site
+from fusedtrain._text import shape_text
+from fusedtrain.advisor._views import Site
 from fusedtrain.advisor.diagnosis import Facts, Finding, _depthwise, decide, doctor
 from fusedtrain.advisor.diagnosis._facts import Depthwise, Fusable
 from helpers.diagnosis import training
@@ -65,11 +66,10 @@ def test_seconds_are_those_of_all_calls_of_a_step(monkeypatch: pytest.MonkeyPatc
         (slow,) = doctor(watched, steps=4).facts.depthwise
         assert (slow.layers, slow.name) == (1, "0 (2x16x28x28)")
         assert (slow.now, slow.converted) == (2.0 * calls, 0.5 * calls)
-    call = _depthwise.Call(SHAPE, torch.float32, False, False, True)
+    call = _depthwise.DepthwiseCall(SHAPE, torch.float32, False, False, True)
     counts = {id(layer): Counter({(1, call): 2, (2, call): 4, (9, call): 8})}
-    assert _depthwise.slow_layers(nn.Sequential(layer), counts, range(1, 3)) == (
-        ["0"], "0 (2x16x28x28)", 6.0, 1.5
-    )  # fmt: skip
+    slow = _depthwise.slow_layers(nn.Sequential(layer), counts, range(1, 3))
+    assert slow == Depthwise("Sequential", None, 1, "0 (2x16x28x28)", 6.0, 1.5)
 
 
 class Own(nn.Conv2d):
@@ -132,7 +132,7 @@ def test_nothing_changes() -> None:
     step()
     hooked: list[int] = []
     model[0].register_forward_hook(lambda *_: hooked.append(1))
-    key = _depthwise.Call(SHAPE, torch.float32, False, True, True)
+    key = _depthwise.DepthwiseCall(SHAPE, torch.float32, False, True, True)
 
     def state() -> list[Tensor]:
         gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -171,7 +171,7 @@ def test_every_kind_is_timed(layer: Any, shape: tuple[int, ...], dtype: torch.dt
     model = nn.Sequential(layer)
     slow = _depthwise.slow_layers(model, {id(layer): Counter([(0, call)])}, [0])
     assert slow is not None
-    assert slow.names == ["0"]
+    assert (slow.layers, slow.name) == (1, f"0 ({shape_text(shape)})")
 
 
 def test_convert_is_asked_for_once() -> None:

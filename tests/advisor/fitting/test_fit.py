@@ -240,48 +240,36 @@ def flat() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2), nn.Flatten(0))
 
 
-@pytest.mark.parametrize(
-    ("error", "text", "arguments"),
-    [
-        (TypeError, "memory: expected bytes", {"memory": 0.5}),
-        (ValueError, "memory: 'much' is no size", {"memory": "much"}),
-        (ValueError, "memory: must be positive", {"memory": 0}),
-        (TypeError, "batch: expected an int", {"batch": 2.0}),
-        (ValueError, "batch: expected 2 or more", {"batch": 1}),
-        (
-            TypeError,
-            "build_model: expected a function of no arg",
-            {"build_model": 3},
-        ),
-        (
-            TypeError,
-            "build_model: expected a function of no",
-            {"build_model": Convolutions.forward},
-        ),
-        (ValueError, "precision: expected fp32, bf16, fp16, got 'half'", {"precision": "half"}),
-        (TypeError, "example: expected one sample", {"example": 3.0}),
-        (TypeError, "example: expected a function of the number", {"example": build}),
-        (ValueError, "example: 2 samples are .* grow", {"example": lambda n: torch.ones(4, 3)}),
-        (TypeError, "step: expected a function of model and batch, got float", {"step": 0.5}),
-        (TypeError, "step: expected a function of model and batch", {"step": lambda model: 0}),
-        (
-            TypeError,
-            "step: expected the loss, .* got NoneType",
-            {"step": lambda m, x: None},
-        ),
-        (TypeError, r"step: expected the loss, .* got \(2, 4\)", {"step": lambda m, x: m(x)}),
-        (ValueError, "the loss depends on no parameter", {"step": lambda m, x: other(x).sum()}),
-        (TypeError, "step: pass `lambda .* is no pair", {"example": [torch.ones(2)] * 3}),
-        (TypeError, "and no dict for which the model", {"example": {"x": torch.ones(SAMPLE)}}),
-        (ValueError, "expected torchvision:NAME", {"build_model": "resnet50"}),
-        (ValueError, "example: expected the shape", {"example": (0, 3)}),
-        (ValueError, "optimizer: expected sgd", {"optimizer": "lion"}),
-        (ValueError, "device: expected cpu", {"device": "tpu"}),
-        (TypeError, "returned int, not a module", {"build_model": int}),
-        (TypeError, "cross-entropy needs a tensor", {"build_model": flat, "example": (2,)}),
-        (KeyError, "in build", {"build_model": failing}),
-    ],
-)
+BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
+    (TypeError, "memory: expected bytes", {"memory": 0.5}),
+    (ValueError, "memory: 'much' is no size", {"memory": "much"}),
+    (ValueError, "memory: must be positive", {"memory": 0}),
+    (TypeError, "batch: expected an int", {"batch": 2.0}),
+    (ValueError, "batch: expected 2 or more", {"batch": 1}),
+    (TypeError, "build_model: expected a function of no arg", {"build_model": 3}),
+    (TypeError, "build_model: expected a function of no", {"build_model": Convolutions.forward}),
+    (ValueError, "precision: expected fp32, bf16, fp16, got 'half'", {"precision": "half"}),
+    (TypeError, "example: expected one sample", {"example": 3.0}),
+    (TypeError, "example: expected a function of the number", {"example": build}),
+    (ValueError, "example: 2 samples are .* grow", {"example": lambda n: torch.ones(4, 3)}),
+    (TypeError, "step: expected a function of model and batch, got float", {"step": 0.5}),
+    (TypeError, "step: expected a function of model and batch", {"step": lambda model: 0}),
+    (TypeError, "step: expected the loss, .* got NoneType", {"step": lambda m, x: None}),
+    (TypeError, r"step: expected the loss, .* got \(2, 4\)", {"step": lambda m, x: m(x)}),
+    (ValueError, "the loss depends on no parameter", {"step": lambda m, x: other(x).sum()}),
+    (TypeError, "step: pass `lambda .* is no pair", {"example": [torch.ones(2)] * 3}),
+    (TypeError, "and no dict for which the model", {"example": {"x": torch.ones(SAMPLE)}}),
+    (ValueError, "expected torchvision:NAME", {"build_model": "resnet50"}),
+    (ValueError, "example: expected the shape", {"example": (0, 3)}),
+    (ValueError, "optimizer: expected sgd", {"optimizer": "lion"}),
+    (ValueError, "device: expected cpu", {"device": "tpu"}),
+    (TypeError, "returned int, not a module", {"build_model": int}),
+    (TypeError, "cross-entropy needs a tensor", {"build_model": flat, "example": (2,)}),
+    (KeyError, "in build", {"build_model": failing}),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "arguments"), BAD)
 def test_bad_input(error: type[Exception], text: str, arguments: dict[str, Any]) -> None:
     words = {"build_model": build, "example": SAMPLE, "memory": MEMORY, "device": "cpu"}
     with pytest.raises(error, match=text):

@@ -29,7 +29,7 @@ from fusedtrain.advisor.profiling import (
 )
 from fusedtrain.advisor.profiling._convert import Conversion
 from fusedtrain.advisor.profiling._records import recording
-from fusedtrain.advisor.profiling._watch import ProfilingWatcher
+from fusedtrain.advisor.profiling._watcher import ProfilingWatcher
 
 BACKWARD = "autograd::engine::evaluate_function: ConvolutionBackward0"
 NAMES = {
@@ -304,7 +304,7 @@ def test_steps_of_another_thread_are_an_error() -> None:
 
 def test_a_watched_script_that_trains_in_a_thread() -> None:
     """The profiler that began with the script sees nothing of it, and begins again."""
-    watcher = ProfilingWatcher({"steps": 2, "warmup": 0})
+    watcher = ProfilingWatcher("", steps=2, warmup=0)
     _in_a_thread(watcher.begin)  # the profiler of this thread stays as it is
     counts = itertools.count(1)
     ends: list[bool] = []

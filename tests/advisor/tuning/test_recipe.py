@@ -13,11 +13,11 @@ import tuned_models as models
 from fusedtrain._graph.kept import bytes_of, kept_bytes
 from fusedtrain.advisor.tuning._job import Job, load_function, place_of
 from fusedtrain.advisor.tuning._recipe import recipe, scaled_rate, trial
-from fusedtrain.advisor.tuning._switches import BATCH, SWITCHES, Facts, code_of, plain
+from fusedtrain.advisor.tuning._switches import BATCH, SWITCHES, Conditions, code_of, plain
 
 HERE = Path(models.__file__)
 JOB = Job(f"{HERE}:build_model", (3, 8, 8), batch=4, lr=0.01)
-ON_CPU = Facts(convolutions=True, loader=True, cores=8)
+ON_CPU = Conditions(convolutions=True, loader=True, cores=8)
 PAIRS = [(switch, value) for switch in SWITCHES for value in switch.values]
 
 

@@ -12,10 +12,10 @@ from fusedtrain.advisor.tuning._search import (
     size_of_product,
     switches_named,
 )
-from fusedtrain.advisor.tuning._switches import NAMES, SWITCHES, Facts, difference, plain
+from fusedtrain.advisor.tuning._switches import NAMES, SWITCHES, Conditions, difference, plain
 
-CPU = Facts(convolutions=True)
-CUDA = Facts("cuda", (9, 0), convolutions=True, loader=True, compile=True, cores=4)
+CPU = Conditions(convolutions=True)
+CUDA = Conditions("cuda", (9, 0), convolutions=True, loader=True, compile=True, cores=4)
 
 
 class Judged:
@@ -40,8 +40,8 @@ def test_the_device_decides_which_values_are_tried():
     assert on_cuda["precision"] == ["tf32", "bf16", "fp16"]
     assert on_cuda["workers"] == ["1", "2", "4"]
     assert on_cuda["pin_memory"] == on_cuda["torch.compile"] == ["on"]
-    assert values(Facts("cuda", (7, 5)))["precision"] == ["fp16"]
-    assert values(Facts())["channels_last"] == []
+    assert values(Conditions("cuda", (7, 5)))["precision"] == ["fp16"]
+    assert values(Conditions())["channels_last"] == []
 
 
 def test_greedy_keeps_what_is_faster_and_tries_each_value_from_the_best_so_far():

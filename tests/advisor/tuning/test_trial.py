@@ -16,7 +16,7 @@ from fusedtrain.advisor.tuning._budget import Budget
 from fusedtrain.advisor.tuning._job import Job, place_of
 from fusedtrain.advisor.tuning._process import TrialFailed
 from fusedtrain.advisor.tuning._report import TunedTrial, sentences
-from fusedtrain.advisor.tuning._switches import NAMES, Facts, plain
+from fusedtrain.advisor.tuning._switches import NAMES, Conditions, plain
 from fusedtrain.advisor.tuning._tuner import Tuner
 from fusedtrain.advisor.tuning._worker import Trial
 
@@ -34,9 +34,7 @@ def _generators_stay():
 
 def trial(batch=4, facts=FACTS, **options):
     job = Job(options.pop("model", f"{HERE}:build_model"), (3, 8, 8), 4, lr=0.1, **options)
-    made = Trial(job, plain(batch))
-    made.know(facts)
-    return made
+    return Trial(job, plain(batch), facts)
 
 
 def test_initial_weights_and_samples_are_the_same_in_every_trial():
@@ -161,7 +159,7 @@ def test_the_gain_of_the_only_accepted_trial_is_that_of_its_row():
 def test_switches_that_the_budget_left_out_are_named():
     job = Job("m.py:f", (3, 8, 8), batch=4)
     tuner = Tuner(job, Budget(60), lambda stage: None, False, 2)
-    tuner.facts = Facts("cpu", convolutions=True)
+    tuner.facts = Conditions("cpu", convolutions=True)
     assert tuner.untried(NAMES, False) == "no switch was tried"
     tuner.trials = [TunedTrial("plain fp32", plain(4), True, "")]
     tuner.trials += [

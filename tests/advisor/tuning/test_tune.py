@@ -90,25 +90,6 @@ def test_a_model_that_raises_shows_its_own_traceback(tmp_path):
     assert "tuning/_worker.py" not in run.stderr
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("resnet50", *WORDS), "resnet50: expected torchvision:NAME"),
-        (("m.py:f", "--input", "3xtwo"), "3xtwo is no shape of a sample, like 3x224x224"),
-        (("m.py:f", "--input", "3x0x3"), "3x0x3 is no shape of a sample"),
-        (("m.py:f", *WORDS, "--budget", "soon"), "soon is no time, like 90s, 5m or 1h"),
-        (("m.py:f", *WORDS, "--config", "hidden"), "hidden is not NAME=VALUE"),
-        (("m.py:f", *WORDS, "--switch", "magic"), "magic"),
-        (("m.py:f",), "--input"),
-    ],
-)
-def test_wrong_usage_is_named(words, message, capsys):
-    from fusedtrain.cli import main
-
-    assert main(["tune", *words]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_the_budget_ends_a_model_that_never_returns():
     report = package.tune(models.sleep, (3, 8, 8), budget=1.5, device="cpu")
     assert report.partial.startswith("the budget of 1.5 s ended during")

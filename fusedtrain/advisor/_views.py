@@ -11,7 +11,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 
 def _folders(*paths: str | Path) -> tuple[str, ...]:
-    """How the names of files within begin, with symbolic links and without."""
+    """Prefixes of the names of files within, with symbolic links and without."""
     return tuple(f"{p}{os.sep}" for path in paths for p in {str(path), str(Path(path).resolve())})
 
 
-TORCH_AND_OURS = _folders(Path(torch.__file__).parent, Path(__file__).parents[1])
+_OURS = _folders(Path(__file__).parents[1])
+TORCH_AND_OURS = _folders(Path(torch.__file__).parent) + _OURS
 _INSTALLED = _folders(*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))
 _LIBRARIES = TORCH_AND_OURS + _INSTALLED
 
@@ -58,8 +59,19 @@ def is_library(file: str) -> bool:
     return file.startswith(("<", *_LIBRARIES)) or str(Path(file).resolve()).startswith(_LIBRARIES)
 
 
+def users_part(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the first frames that are ours, or that import or run a file."""
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename
+        machinery = path.startswith("<") or {"importlib", "runpy.py"} & {*Path(path).parts[-2:]}
+        if not machinery and not path.startswith(_OURS):
+            break
+        trace = trace.tb_next
+    return trace
+
+
 def running_frames() -> Iterator[FrameType]:
-    """The frames of whoever asks for them, the innermost first."""
+    """The frames of the caller, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame
@@ -83,14 +95,14 @@ def _constructs(frame: FrameType, module: Any) -> bool:
 
 
 class OutermostCalls:
-    """Calls of modules with parameters that are not within another one's, as hooks see them."""
+    """Calls of modules with parameters that no other call of such a module contains."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
 
     @property
     def running(self) -> list[nn.Module]:
-        """Such a module, and those whose calls are within, of this thread."""
+        """The outermost module of this thread, and the modules that it calls."""
         modules: list[nn.Module] = vars(self._of_thread).setdefault("modules", [])
         return modules
 
@@ -103,7 +115,7 @@ class OutermostCalls:
         return outermost and bool(running)
 
     def leave(self, module: nn.Module) -> bool:
-        """Whether that was the end of the module's outermost call."""
+        """Whether the module's outermost call ends."""
         running = self.running
         if not any(one is module for one in running):  # its call began before the hooks
             return False
@@ -113,7 +125,7 @@ class OutermostCalls:
 
 
 def without_parts(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that are no parts of others. spectral_norm calls its part of a model itself."""
+    """The modules that are no parts of others; spectral_norm calls a part of a model."""
     modules = list(modules)
     parts = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in parts]
@@ -125,5 +137,5 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients that its parameters have."""
+    """The gradients of all its parameters that have one."""
     return [p.grad for p in parameters_of(optimizer) if p.grad is not None]

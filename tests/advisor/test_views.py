@@ -6,7 +6,7 @@ import threading
 
 from torch import nn
 
-from fusedtrain.advisor._watch import OutermostCalls
+from fusedtrain.advisor._views import OutermostCalls
 
 
 def test_calls_of_two_threads_do_not_mix() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from torch.optim.optimizer import Optimizer
@@ -25,10 +24,12 @@ class ProfilingWatcher:
     A script with torch.compile is not asked for lines: it would compile anew for that step.
     """
 
-    def __init__(self, task: Mapping[str, Any]) -> None:
-        self._warmup, self._steps = int(task["warmup"]), int(task["steps"])
-        self._trace: str | None = task.get("trace")
-        self._conversion = Conversion() if task.get("convert") else None
+    def __init__(
+        self, script: str, *, steps: int, warmup: int, trace: str | None = None,
+        convert: bool = False,
+    ) -> None:  # fmt: skip
+        self._warmup, self._steps, self._trace = warmup, steps, trace
+        self._conversion = Conversion() if convert else None
         self._window: Window | None = None
         self._profiled = 0  # steps since the window began
         self._lines: Lines | None = None
