@@ -1,4 +1,4 @@
-"""How far a tensor is from what it should be."""
+"""Difference of a tensor from the expected one."""
 
 from __future__ import annotations
 

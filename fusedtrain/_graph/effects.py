@@ -67,7 +67,7 @@ def _meet(first: Places, second: Places) -> bool:
 
 
 class _Call(NamedTuple):
-    """How a function treats its arguments, which are the values of one call."""
+    """Effects of a function on the arguments of one call."""
 
     writes: tuple[Any, ...]
     shares: tuple[Any, ...]  # those that its value may share memory with
@@ -88,10 +88,13 @@ class _Summary:
 
 
 class Effects:
-    """Effects of the calls in all graphs of a model, computed on demand."""
+    """Effects of the calls in all graphs of a model, computed on demand. `form_of`: a module as it
+    will be when the calls run."""
 
-    def __init__(self, flow: Flow) -> None:
-        self.flow = flow
+    def __init__(
+        self, flow: Flow, form_of: Callable[[nn.Module], nn.Module] = lambda module: module
+    ) -> None:
+        self.flow, self.form_of = flow, form_of
         self._graphs: dict[int, dict[fx.Node, Effect]] = {}
         self._summaries: dict[int, _Summary | None] = {}
 
@@ -115,6 +118,45 @@ class Effects:
         if self.flow.untraced(owner.module):
             return True
         return any(self.is_overwritten(*call) for call in self.flow.calls(owner.module))
+
+    def is_written_between(self, owner: Trace, first: fx.Node, last: fx.Node) -> bool:
+        """Whether a call after one node and before another writes to more than a module's
+        buffers."""
+        effects, calls = self.of(owner, first.graph), list(first.graph.nodes)
+        return any(
+            kind != "storage" or node.op != "call_module"
+            for node in calls[calls.index(first) + 1 : calls.index(last)]
+            for kind, _ in effects[node].writes
+        )
+
+    def can_wait(self, owner: Trace, chain: list[fx.Node]) -> bool:
+        """Whether all calls of a chain can work where the last one does: nothing writes their
+        inputs in between."""
+        effects, calls = self.of(owner, chain[0].graph), list(chain[0].graph.nodes)
+        between = calls[calls.index(chain[0]) : calls.index(chain[-1])]
+        waiting = [effects[call]._replace(writes=_NOWHERE, draws=False) for call in chain[:-1]]
+        return not any(
+            effect.disturbs(effects[node]._replace(draws=False))
+            for effect in waiting
+            for node in between
+            if node not in chain
+        )
+
+    def is_private(self, owner: Trace, node: fx.Node, writer: fx.Node) -> bool:
+        """Whether a call that writes to the value of a node shows that by its own value alone."""
+        effects, calls = self.of(owner, node.graph), list(node.graph.nodes)
+        memory, derived = effects[node].value, {writer}
+        if any(kind != "call" for kind, _ in memory):
+            return False
+        if any(owner.is_kept(other) and effects[other].value & memory for other in calls):
+            return False
+        for later in calls[calls.index(writer) + 1 :]:
+            if derived.intersection(later.all_input_nodes):
+                derived.add(later)
+            others = set(later.all_input_nodes) - derived
+            if any(effects[other].value & memory for other in others):
+                return False
+        return True
 
     def _effect(self, owner: Trace, node: fx.Node, known: dict[fx.Node, Effect]) -> Effect:
         def places(value: Any) -> Places:
@@ -171,8 +213,9 @@ class Effects:
     def _summarise(self, module: nn.Module) -> _Summary | None:
         if is_hooked(module):
             return None
-        if "forward" not in vars(module) and _is_familiar(module):
-            return _familiar(module)
+        form = self.form_of(module)
+        if "forward" not in vars(module) and _is_familiar(form):
+            return _familiar(form)
         traced = self.flow.trace_of(module) or trace(module, self.flow.modes)
         return None if isinstance(traced, str) else self._summary_of(traced)
 
@@ -222,7 +265,7 @@ def _attribute_places(module: nn.Module, path: str) -> Places:
 
 
 def _is_familiar(module: nn.Module) -> bool:
-    """Whether it is known what its class does."""
+    """Whether the effects of a module are known from its class."""
     if package_and_name(module) in STOCHASTIC_DEPTH:
         return True
     cls = type(module)
@@ -294,8 +337,8 @@ def _packet(name: str) -> Any:
 def _schema_call(
     op: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], strict: bool
 ) -> _Call | None:
-    """By the schemas of all overloads. Not `strict`: a method without one, such as `float`, may
-    return its input and writes it only if its name says so."""
+    """Effects by the schemas of all overloads. Not `strict`: a method without one, such as `float`,
+    may return its input and writes it only if its name says so."""
     if op is None:
         if strict:
             return None

@@ -44,8 +44,7 @@ def _fingerprint(cls: type) -> str:
 
 
 class Dispatcher:
-    """In the place of the forward of a class. Instances in whose `__dict__` somebody has put a
-    forward never ask."""
+    """Stand-in for the forward of a class; no instance with a forward in its `__dict__` asks."""
 
     def __init__(self, home: type) -> None:
         self.home, stock = home, vars(home)["forward"]
@@ -134,11 +133,10 @@ _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerE
 
 
 class Rewritten(Replacement):
-    """A forward from source, which runs where nobody can tell it from that of the class.
+    """Generated forward; runs only while its guards hold, else the forward of the class runs.
 
-    That is: neither torch.compile, torch.export nor torch.fx follows it, the guards find what the
-    source was made from, and nobody hooks a module that it does not call. Else the forward of the
-    class runs. The module is not kept alive by it.
+    It also gives way to torch.compile, torch.export and torch.fx, and to hooks of a module that it
+    does not call. It does not keep the module alive.
 
     `source` is a function named "forward", `imports` what the names in it stand for, written as
     "module:qualified.name": so that pickle needs no function that cannot be imported. Without a
@@ -243,7 +241,7 @@ class Rewritten(Replacement):
         return True
 
     def stands_in(self) -> bool:
-        """Whether the source may run now in the place of the forward of the class."""
+        """Whether the generated forward may run now instead of that of the class."""
         if is_fx_tracing():
             return False
         name = self.guards.changed()
@@ -273,7 +271,7 @@ def install(replacement: Replacement) -> None:
 
 
 def obstacle_of(module: nn.Module) -> str:
-    """Why a module whose forward is another than that of its class stays as it is; mostly ''."""
+    """Reason why a replaced forward blocks conversion, or ''."""
     if "forward" in vars(module):
         return Replacement.obstacle
     replacement = replacement_of(module)
@@ -322,7 +320,7 @@ def record_of(module: nn.Module) -> Record | None:
 
 
 def assign(module: nn.Module, fused: type, wanted: Mapping[str, Any]) -> None:
-    """Gives the module a class and attributes."""
+    """Sets class and attributes of a module, and records the former ones."""
     attributes = vars(module)
     added = tuple(key for key in wanted if key not in attributes)
     replaced = {key: attributes[key] for key in wanted if key in attributes}

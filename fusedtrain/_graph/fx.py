@@ -25,7 +25,7 @@ _NN = "fusedtrain.nn."
 
 
 def path_of(tracer: Any, module: nn.Module) -> str | None:
-    """Where a graph can call the module, whose forward is under way; None where it cannot.
+    """Path by which a graph can call the module, whose forward is under way; None without one.
 
     Hooks run while the forward is traced: a call in the graph would run them once more.
     """
@@ -42,7 +42,7 @@ def path_of(tracer: Any, module: nn.Module) -> str | None:
 
 
 def handle(function: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """As torch.overrides.handle_torch_function, called by `function` itself.
+    """torch.overrides.handle_torch_function, called by `function` itself.
 
     Where torch.fx traces the forward of a module of this package that calls `function`, the graph
     gets a call of that module instead.

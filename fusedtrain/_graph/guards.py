@@ -1,5 +1,6 @@
-"""Whether a rewritten forward still does the work of the module's own: all that the own one looked
-at while it was traced is as it was, and the modules that it calls no more may be passed over.
+"""Conditions under which a rewritten forward does the work of the module's own: everything that the
+own one read while it was traced is unchanged, and the modules that are no longer called may be
+passed over.
 
 `Interceptor` notes the attributes that a forward reads, whether they are there or not: so
 `hasattr`, a default of `getattr`, flags, `isinstance` and which module stands at a name need no
@@ -90,13 +91,13 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
 
 
 class Contents(NamedTuple):
-    """In the place of a container or an object: its numbers count, which may change in place."""
+    """Contents of a container or an object, whose numbers may change in place."""
 
     contents: Any
 
 
 class Same:
-    """In the place of an object whose identity counts."""
+    """Holder of an object whose identity counts."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -109,7 +110,7 @@ class Same:
 
 
 class Held(Same):
-    """In the place of an object that guards look into and that pickles may not find by its name:
+    """Holder of an object that guards look into and that pickles may not find by its name:
     the globals of code that is no module's, a class, a function for its closure. Deep copies share
     it. A pickle finds a function again, also a decorated one, or loses the object."""
 
@@ -137,7 +138,7 @@ def _held_in(path: str, place: int) -> Held:
 
 
 def _has_contents(value: Any) -> bool:
-    """Whether it is a container, or an object such as a configuration."""
+    """Whether a value is a container, or an object such as a configuration."""
     if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
         return True
     opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, logging.Logger)
@@ -186,7 +187,7 @@ class _Look:
         self.absent = [one.name for one in of("absent")]
 
     def seen(self) -> tuple[nn.Module | None, list[Seen]]:
-        """The arguments that make this object; children that are gone are objects of no use."""
+        """The arguments that make this object, with a `DeadChild` for each child that is gone."""
         one = [Seen("child", name, _alive(ref)) for name, ref in self.child]
         one += [
             Seen("children", "_modules", [(n, _alive(ref)) for n, ref in all_of])
@@ -258,8 +259,8 @@ def _nothing() -> None:
     return None
 
 
-class Gone:
-    """In the place of a child that is no more."""
+class DeadChild:
+    """Stand-in for a child that was garbage-collected."""
 
 
 def _alive_ones(looks: Iterable[_Look]) -> Looked:
@@ -281,7 +282,7 @@ def _reference(module: Any) -> Callable[[], Any]:
 
 def _alive(ref: Callable[[], Any]) -> Any:
     module = ref()
-    return Gone() if module is None and ref is not _nothing else module
+    return DeadChild() if module is None and ref is not _nothing else module
 
 
 class Guards:
@@ -366,5 +367,5 @@ class Guards:
         return not any(is_hooked(module) for module in still if module is not None)
 
 
-for _class in (Guards, Seen, Contents, Same, Held, Gone):
+for _class in (Guards, Seen, Contents, Same, Held, DeadChild):
     _class.__module__ = "fusedtrain.conversion"  # the name in pickles

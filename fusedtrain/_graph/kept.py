@@ -1,4 +1,4 @@
-"""The memory that autograd keeps for backward: storages, each once, and whose they are."""
+"""The memory that autograd keeps for backward: storages, each counted once, by owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Owner = Callable[[int, Any, Recipe | None], Any]
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where its memory begins; 0 where it has none of a known kind."""
+    """Storage address; 0 if unknown."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # a subclass, or of another layout

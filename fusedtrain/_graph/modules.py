@@ -64,7 +64,7 @@ def is_quantized(module: nn.Module, computes: bool = False) -> bool:
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether it is made of other modules, and has no forward."""
+    """Whether a module is made of other modules, and has no forward."""
     kinds = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
     if is_scripted(module):
         return False

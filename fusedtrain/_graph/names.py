@@ -237,7 +237,7 @@ def _inside(value: Any, attributes: set[str]) -> Iterator[tuple[Any, str]]:
 def _definitions(
     code: types.CodeType, first: type, values: dict[str, Any], noted: set[tuple[type, str]]
 ) -> Iterator[tuple[Any, str]]:
-    """Where the function was found whose code ran: among its globals, or in a class of its first
+    """Homes of the function whose code ran: its globals, or the classes of its first
     argument, where a class before it may get one, too. `noted`: classes of modules, and names by
     which they were asked for it."""
     if any(function.__code__ is code for function in functions_of(values.get(code.co_name))):

@@ -106,7 +106,7 @@ def _write(place: Any, items: list[Any]) -> None:
 
 
 def _are_same(now: list[Any], before: list[Any]) -> bool:
-    """By identity, but for numbers: equal ones need not be one object."""
+    """Whether the items are the same objects; equal numbers need not be."""
     if len(now) != len(before):
         return False
     return all(map(operator.is_, now, before)) or all(
@@ -145,7 +145,7 @@ class State:
         return items
 
     def _inside(self, value: Any, depth: int) -> Iterator[Any]:
-        """Notes one value, and returns what it holds."""
+        """Keeps one value, and yields the values in it."""
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value
             return
@@ -219,7 +219,7 @@ def duplicate(model: nn.Module) -> nn.Module:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether it has a state of its own that cannot be looked into: an iterator, a queue, a file.
+    """Whether a value has a state that cannot be looked into: an iterator, a queue, a file.
     Values (sizes, enumerations, paths) are compared by their contents, and so have a hash."""
     if isinstance(value, (*_NUMBERS, dict, *_SEQUENCES, nn.Module, Tensor, logging.Logger)):
         return False
@@ -233,8 +233,8 @@ def is_opaque(value: Any) -> bool:
 
 
 def _is_looked_into(value: Any) -> bool:
-    """Whether it is a module or an object of the user's. Objects of libraries belong to somebody
-    who may be at work with them: a queue, a thread, a process group."""
+    """Whether a value is a module or an object of the user's. Objects of libraries may be in use by
+    others: a queue, a thread, a process group."""
     if isinstance(value, nn.Module):
         return not is_scripted(value)
     if isinstance(value, (type, types.ModuleType, logging.Logger)):

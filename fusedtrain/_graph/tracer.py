@@ -227,7 +227,7 @@ def context_now() -> tuple[Any, ...]:
 
 
 class Watch(TorchDispatchMode):
-    """Notes whether anything is computed while a forward runs on stand-ins."""
+    """Records whether anything is computed while a forward runs on stand-ins."""
 
     computed = False
 
@@ -258,7 +258,7 @@ def answering(forward: Any, tracer: Tracer) -> Iterator[None]:
 
 
 def bypass(tracer: Tracer, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """In the place of the forward of a part: its caller goes round its `__call__`."""
+    """Stand-in for the forward of a part whose caller goes round its `__call__`."""
     for name, module in tracer.root.named_modules():
         if module is part:
             tracer.bypassed.add(name)
@@ -291,7 +291,7 @@ def may_ask_mode(root: nn.Module) -> bool:
 
 @contextmanager
 def same_generators(seed: int | None = None) -> Iterator[None]:
-    """Gives the generators of torch, Python and numpy their states back; `seed`: seeds them."""
+    """Restores the generators of torch, Python and numpy at its end. `seed`: seeds them first."""
     numpy: Any = sys.modules.get("numpy")
     state, other = random.getstate(), None if numpy is None else numpy.random.get_state()
     # Asking for the state of a GPU would start CUDA, after which no process may be forked.

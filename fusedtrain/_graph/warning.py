@@ -1,4 +1,4 @@
-"""Where a warning points to: the line of the user."""
+"""The user's line, to which a warning points."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ place, and swap them back.
 A module is converted by giving the very same object another class, or another forward. So its
 hooks, parameters, flags and names, and whoever else refers to it, need no copying.
 
-`_classes` knows which modules change class, and why some do not. `_conversion` has all units
-(`_units`) of a model, installs and reports them; `_trials` and `_proof` prove. `_norms` (with its
-unit in `_sites`), `_gates`, `_branches` and `_calls` find calls that can become one, `_formulas`
-(over `_algebra`) knows which are an activation. `_rewrite` chooses units that go together,
-`_reordering` knows whether their calls may move, `_source` writes the new forwards, which call
-`_fused_calls`. `_fuse_modules` is for torch's quantisation.
+`_classes` decides which modules change class; `_norms` (with its unit in `_sites`), `_gates`,
+`_branches` and `_calls` find calls that can become one (`_units`), `_formulas` (over `_algebra`)
+those that are an activation. None of them changes the model. `_rules` has the reasons for which a
+module, a call or a forward stays. `_rewrite` chooses units that go together, `_reordering` knows
+whether their calls may move, `_in_place` whether a norm may write over its input. `_conversion` has
+all decisions, installs and reports them; `_trials` and `_proof` compare, and drop the wrong ones.
+`_source` writes the new forwards, which call `_fused_calls`. `_fuse_modules` is for torch's
+quantisation.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from .._graph.forward import (
 )
 from .._graph.guards import (
     Contents as Contents,
-    Gone as Gone,
+    DeadChild as DeadChild,
     Guards as Guards,
     Held as Held,
     Same as Same,
@@ -55,8 +57,8 @@ MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
     homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
-             "gated_formula": "_gates", "laid_out_as": "_gates", "norm_then": "_fused_calls",
-             "handed": "_fused_calls", "Then": "_fused_calls"}  # fmt: skip
+             "gated_formula": "_gates", "laid_out_as": "_gates", "norm_act_of": "_fused_calls",
+             "with_epilogue": "_fused_calls", "Epilogue": "_fused_calls"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

@@ -19,7 +19,8 @@ from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from ..nn.parts import branch_scale_of, is_stochastic_depth
 from ..ops.scale_add import residual_add
 from ._report import Branched
-from ._units import Change, Copy, Rules, Unit
+from ._rules import Rules
+from ._units import Change, Copy, Unit
 
 _LAYER_SCALE = ("timm", "LayerScale")
 _SHAPES = ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
@@ -168,7 +169,7 @@ def _drops(rules: Rules, trace: Trace, node: fx.Node) -> bool:
 
 
 def _scales(rules: Rules, trace: Trace, node: fx.Node) -> bool:
-    """Whether it calls a module of layer scale."""
+    """Whether a node calls a module of layer scale."""
     module = _left_out(rules, trace, node)
     return module is not None and package_and_name(module) == _LAYER_SCALE and not module.inplace
 

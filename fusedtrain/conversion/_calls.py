@@ -32,17 +32,19 @@ from ._branches import may_have_branches
 from ._classes import Decision
 from ._formulas import (
     FUNCTIONS,
+    MODULE_OF,
     OTHERS,
     Match,
     activated,
+    is_activation,
     matches_of,
     name_of_call,
     name_of_other,
     other_call_of,
 )
-from ._norms import MODULE_OF, is_activation
-from ._report import Called
-from ._units import Change, Copy, Rules, Unit
+from ._report import Applied
+from ._rules import GAINS_NOTHING, Rules, gains
+from ._units import Change, Copy, Unit
 
 # These keep their output in torch, too: who writes over it meets the same error.
 _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
@@ -52,24 +54,6 @@ _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _AMBIGUOUS = {"threshold"}  # the name of many things
 _NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
 _WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
-
-# Activations of a few instructions that are one kernel in torch, too, forward and backward, and for
-# which torch saves as much: the output. Of LeakyReLU torch saves it only in place; of ReLU6 and
-# Hardtanh in place it clones the input.
-_ALWAYS = {"relu"}
-_IN_PLACE = {"relu", "leaky_relu"}
-GAINS_NOTHING = "gains nothing: torch's own is one kernel and saves as much"
-TORCH_IS_FASTER = "gains nothing: torch's own kernels are faster in all passes of the example"
-
-
-def gains(name: str, in_place: bool, memory: str) -> bool:
-    """Whether an activation that is part of nothing else is faster, or saves less, as a fused one.
-
-    Args:
-        name: of a line of ``FT_POINTWISE``, as torch's function or module computes it.
-        memory: of `convert`; "recompute" needs the fused ones.
-    """
-    return memory == "recompute" or name not in (_IN_PLACE if in_place else _ALWAYS)
 
 
 class Candidates:
@@ -165,8 +149,8 @@ class Call(Unit):
         parameters = {key: copy.of(value) for key, value in match.parameters.items()}
         return graph.call_function(function, (input,), parameters)
 
-    def line(self, source: str) -> Called:
-        return Called(self.name, source, self.title)
+    def line(self, source: str) -> Applied:
+        return Applied(self.name, source, self.title)
 
 
 def _kept(match: Match) -> tuple[fx.Node, ...]:

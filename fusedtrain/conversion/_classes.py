@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.nn.utils import parametrize
 
 from .. import nn as fused_nn
-from .._graph.forward import Rewritten, assign, install, obstacle_of, rewritten_of
+from .._graph.forward import Rewritten, assign, install, rewritten_of
 from .._graph.hooks import is_hooked
 from .._graph.modules import has_own_forward, is_quantized, is_scripted
-from .._graph.report import title
 from ..nn.depthwise import DEPTHWISE
 from ..ops.depthwise import is_measured
+from ._rules import unlike
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
 _TORCH_FILES = (_TORCH_ACTIVATIONS, "torch.nn.modules.pooling")
@@ -76,8 +75,15 @@ class Decision:
     reason: str = ""
     names: list[str] = field(default_factory=list)
 
+    def twin(self) -> nn.Module:
+        """The module as it will be, for questions about it; the module itself stays."""
+        assert self.fused is not None
+        twin: nn.Module = object.__new__(self.fused)
+        vars(twin).update({**vars(self.module), **self.attributes})
+        return twin
+
     def swap(self) -> None:
-        """Gives the module its class. A convolution keeps the class, by which others look layers
+        """Sets the class of the module. A convolution keeps its class, by which others look layers
         up (torch.ao, peft, counters of flops), and gets the forward."""
         assert self.fused is not None
         if self.fused in DEPTHWISE.values():
@@ -169,13 +175,13 @@ def _decide_convolution(module: Any, kind: type) -> Decision | None:
 
 
 def is_swapped(module: nn.Module) -> bool:
-    """Whether it is a depthwise convolution with the forward of ours."""
+    """Whether a module is a depthwise convolution with our forward."""
     rewritten = rewritten_of(module)
     return rewritten is not None and rewritten.source == _CONVOLVE
 
 
 def _timm_obstacle(module: nn.Module, fused: type, attributes: Mapping[str, Any]) -> str:
-    """Why fusing a timm module would change more than rounding; mostly ''."""
+    """Reason why fusing a timm module would change more than rounding, or ''."""
     inplace_matters = "inplace" not in attributes and getattr(module, "inplace", False)
     if inplace_matters and "inplace" not in inspect.signature(fused).parameters:
         return "inplace=True, which the fused one lacks"
@@ -196,17 +202,6 @@ def _looks_pointwise(cls: type) -> bool:
         if base.__module__ == _TORCH_ACTIVATIONS or _key(base).startswith(_TIMM_ACTIVATIONS):
             return base.__name__ not in _NOT_POINTWISE
     return False
-
-
-def unlike(module: nn.Module, base: type | None) -> str:
-    """Why a module is not what `base` is, its nearest class with a fused version; mostly ''."""
-    if is_quantized(module):
-        return "quantised"
-    if parametrize.is_parametrized(module):
-        return "parametrized"
-    if base is None:
-        return "no fused version"
-    return obstacle_of(module) if type(module) is base else f"subclass of {title(base)}"
 
 
 def _key(cls: type) -> str:

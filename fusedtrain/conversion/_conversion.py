@@ -23,32 +23,26 @@ from .._graph.forward import (
 from .._graph.modules import is_quantized
 from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
+from ..nn.depthwise import DEPTHWISE
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
-from ._biases import idle_biases
 from ._branches import find_branches
-from ._calls import (
-    GAINS_NOTHING,
-    Candidates,
-    find_calls,
-    find_modules,
-    gains,
-    left_modules,
-    target_of,
-)
+from ._calls import Candidates, find_calls, find_modules, left_modules, target_of
 from ._classes import Decision, is_swapped
 from ._gates import find_products
-from ._in_place import can_overwrite
-from ._norms import Finder, obstacle
+from ._in_place import can_overwrite, idle_biases
+from ._norms import Finder
 from ._report import ConversionReport, Converted, LookedAt
 from ._rewrite import Plan
+from ._rules import GAINS_NOTHING, Rules, gains
 from ._sites import Site, Step, has_own_steps
-from ._units import Rules, Unit
+from ._units import Unit
 
 
 class Conversion:
-    """The swaps of a model, which can be installed and taken back any number of times."""
+    """The swaps of a model: found once, chosen as far as they are right, installed and taken back
+    any number of times. Only `install`, `uninstall` and `keep_few_bits` change the model."""
 
     def __init__(
         self, model: nn.Module, entries: list[Decision], excluded: set[int], memory: str
@@ -66,15 +60,10 @@ class Conversion:
         }
         self._take_earlier_back()
         self.undone: dict[int, str] = {}  # id of a module: why
-        self.units: list[Unit] = []  # as the last plan has left them
-        self.swapped: list[Decision] = []
-        self.idle: set[int] = set()  # ids of activations
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
-        self.candidates = Candidates()
-        self.flow = Flow(model, self.candidates.tracing)
-        self.effects = Effects(self.flow)
-        self.plan = Plan(self.effects, [])
+        candidates = Candidates()
+        self.flow = Flow(model, candidates.tracing)
         known = {id(part) for entry in entries for part in entry.module.modules()}
         entries += find_modules(self.flow, known)
         for entry in entries:
@@ -82,52 +71,35 @@ class Conversion:
                 entry.reason = "excluded"
         order = {id(module): place for place, module in enumerate(model.modules())}
         entries.sort(key=lambda entry: order[id(entry.module)])
-        self.known = known | {id(entry.module) for entry in entries}
+        known |= {id(entry.module) for entry in entries}
         self.activations = [entry for entry in entries if entry.fused and not entry.reason]
         self.sources = {id(module): title(type(module)) for module in model.modules()}
-        self._find()
+        twins = {id(entry.module): entry.twin() for entry in self.activations}
+        self.rules = Rules(self.flow, excluded, twins, self.undone)
+        self.effects = Effects(self.flow, self.rules.fused)
+        finder = Finder(self.rules)
+        sites = [self._site(finder, norm) for norm in self.norms]
+        # In the order in which they choose their calls.
+        self.all_units: list[Unit] = [
+            *(site for site in sites if site is not None),
+            *find_products(self.rules),
+            *find_branches(self.rules),
+            *find_calls(self.rules, candidates, known, memory),
+        ]
+        self.left = list(left_modules(self.flow, candidates, known | {id(n) for n in self.norms}))
+        self.choose()
 
     def _take_earlier_back(self) -> None:
         for module in (*self.earlier, *self.classes):
             restore(module) if module in self.classes else remove(module)
 
-    def _find(self) -> None:
-        """All units of the model. Activations have their fused classes meanwhile, which are known
-        by their parameters."""
-        for entry in self.activations:
-            entry.swap()
-        swapped = {id(entry.module) for entry in self.activations}
-        rules = Rules(self.flow, self.excluded, swapped)
-        try:
-            finder = Finder(rules)
-            sites = [self._site(finder, norm) for norm in self.norms]
-            # In the order in which they choose their calls.
-            self.all_units: list[Unit] = [
-                *(site for site in sites if site is not None),
-                *find_products(rules),
-                *find_branches(rules),
-                *find_calls(rules, self.candidates, self.known, self.memory),
-            ]
-            known = self.known | {id(norm) for norm in self.norms}
-            self.left = list(left_modules(self.flow, self.candidates, known))
-        finally:
-            for entry in self.activations:
-                restore(entry.module)
-
-    def install(self, only: Callable[[nn.Module], bool] = lambda _: True) -> None:
-        """Swaps what is chosen, as far as it was not found to be wrong."""
+    def choose(self, only: Callable[[nn.Module], bool] = lambda _: True) -> None:
+        """Decides which swaps and units to install, of those that were not found to be wrong.
+        Nothing may be installed meanwhile."""
 
         def chosen(module: nn.Module) -> bool:
             return id(module) not in self.undone and only(module)
 
-        self._take_earlier_back()
-        try:
-            self._install(chosen)
-        except BaseException:
-            self.uninstall()
-            raise
-
-    def _install(self, chosen: Callable[[nn.Module], bool]) -> None:
         self.units = [copy.copy(unit) for unit in self.all_units]
         for unit in self.units:
             unit.reason = unit.reason or self.undone.get(id(unit.module), "")
@@ -135,14 +107,6 @@ class Conversion:
         units = [unit for unit in self.units if not unit.reason and chosen(unit.module)]
         # The activations of a unit are swapped with it.
         parts = {id(part) for unit in units for part in unit.parts}
-        self.swapped = [
-            entry
-            for entry in self.activations
-            if id(entry.module) not in self.undone
-            and (id(entry.module) in parts or chosen(entry.module))
-        ]
-        for entry in self.swapped:
-            entry.swap()
         self.plan = Plan(self.effects, units)
         for site in self.plan.sites:
             site.overwrites = self._overwrites(site.module, site.steps)
@@ -150,25 +114,38 @@ class Conversion:
             if unit.idle is not None:
                 unit.reason = unit.idle
                 self.plan.units.remove(unit)
-        self._take_idle_back()
-        self.rewritten = self.plan.apply()
-        set_recomputing(self.model, self.memory == "recompute")
+        swapped = [
+            entry
+            for entry in self.activations
+            if id(entry.module) not in self.undone
+            and (id(entry.module) in parts or chosen(entry.module))
+        ]
+        self.idle = self._idle(swapped)  # ids of activations
+        self.swapped = [entry for entry in swapped if id(entry.module) not in self.idle]
 
-    def _take_idle_back(self) -> None:
-        """Gives activations their class back that are part of nothing and gain nothing."""
+    def _idle(self, swapped: Iterable[Decision]) -> set[int]:
+        """Activations that are part of nothing and gain nothing."""
         parts = {id(part) for unit in self.plan.units for part in unit.parts}
         ours = [m for m in self.model.modules() if isinstance(m, BatchNormActBase)]
         for norm in (*ours, *(site.module for site in self.plan.sites)):
             parts.update(map(id, norm.children()))
-        self.idle = {
+        return {
             id(entry.module)
-            for entry in self.swapped
+            for entry in swapped
             if id(entry.module) not in parts and not _gains(entry, self.memory)
         }
-        for entry in self.swapped:
-            if id(entry.module) in self.idle:
-                restore(entry.module)
-        self.swapped = [entry for entry in self.swapped if id(entry.module) not in self.idle]
+
+    def install(self) -> None:
+        """Installs the chosen swaps and units."""
+        self._take_earlier_back()
+        try:
+            for entry in self.swapped:
+                entry.swap()
+            self.rewritten = self.plan.apply()
+            set_recomputing(self.model, self.memory == "recompute")
+        except BaseException:
+            self.uninstall()
+            raise
 
     def _site(self, finder: Finder, norm: nn.Module) -> Site | None:
         site = finder.find(norm)
@@ -177,7 +154,7 @@ class Conversion:
         site.alone = has_own_steps(norm) or self._is_recomputed(norm)
         of_use = site.steps or site.alone or self._overwrites(norm, ())
         if of_use or (site.reason and is_quantized(norm)):
-            site.reason = obstacle(norm)
+            site.reason = self.rules.of_norm(norm)
         elif not site.reason:
             return None
         if id(norm) in self.excluded and not is_quantized(norm):
@@ -193,6 +170,12 @@ class Conversion:
         """Whether a norm that is followed by these steps is to write over its input."""
         wanted = self.memory == "inplace" and id(norm) not in self.excluded
         return wanted and can_overwrite(self.effects, norm, steps)
+
+    def compared_convolutions(self) -> list[nn.Module]:
+        """Depthwise layers that stay if torch's kernels are faster: where `memory` asks for time
+        alone, since recomputed outputs need our forward."""
+        modules = (entry.module for entry in self.activations if self.memory == "store")
+        return [module for module in modules if type(module) in DEPTHWISE]
 
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the
@@ -211,13 +194,14 @@ class Conversion:
                 vars(module)["save"] = save
 
     def uninstall(self) -> None:
-        """Restores the model as it was before."""
+        """Restores the model as it was before, installed or not."""
         for site in self.plan.sites:
             restore(site.module)
         for module in (*self.plan.owners(), self.model):
             remove(module)
         for entry in self.swapped:
             restore(entry.module)
+        self._take_earlier_back()
         for rewritten in self.earlier.values():
             install(rewritten)
         for norm, (fused, attributes) in self.classes.items():
@@ -290,10 +274,9 @@ def _is_done(norm: nn.Module) -> bool:
 
 
 def _gains(entry: Decision, memory: str) -> bool:
-    """Whether an activation module that has its fused class is worth it; all but torch's are."""
+    """Whether an activation module with its fused class is worth it; all but torch's are."""
     function = entry.attributes.get("activation")  # of torch's transformer layers
     if function is not None:
         return gains(function.__name__, False, memory)
-    record = record_of(entry.module)
-    row = None if record is None else ROW_OF.get(record.original)
+    row = ROW_OF.get(type(entry.module))  # which is not swapped yet
     return row is None or gains(row.name, getattr(entry.module, "inplace", False), memory)

@@ -14,15 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as torch_functional
-from torch import fx
+from torch import fx, nn
 
 from .. import functional as fused_functional
 from .._calls import autocasts, is_plain
 from .._graph.flow import Trace
+from ..nn.parts import ROW_OF, activation_of
 from ..reference.pointwise import POINTWISE
 from ._algebra import FORMULAS, formula_of
 
 _PLAIN = (int, float, bool, str, type(None))
+MODULE_OF: dict[str, type] = {
+    row.name: cls for cls, row in ROW_OF.items() if cls.__module__ == "fusedtrain.nn.activation"
+}
 
 
 class Match(NamedTuple):
@@ -183,3 +187,21 @@ def _formula(root: fx.Node) -> Match | None:
             return None
     name, parameters, _ = FORMULAS[number]
     return Match(name, parameters, input, nodes, number, widens)
+
+
+def is_activation(module: nn.Module) -> bool:
+    files = ("torch.nn.modules.activation", "timm.layers.activations", "fusedtrain.nn.activation")
+    plain = type(module).__name__ not in ("Softmax", "Softmax2d", "GLU", "MultiheadAttention")
+    return plain and any(cls.__module__.startswith(files) for cls in type(module).__mro__)
+
+
+def module_of(match: Match) -> nn.Module | None:
+    """The activation module that does the same, if batch norm has a kernel for it."""
+    parameters = {name: v for name, v in match.parameters.items() if name != "inplace"}
+    if (
+        match.widens
+        or not parameters.keys() <= inspect.signature(MODULE_OF[match.name]).parameters.keys()
+    ):
+        return None
+    module: nn.Module = MODULE_OF[match.name](**parameters)
+    return None if activation_of(module) is None else module

@@ -1,4 +1,4 @@
-"""Functions that rewritten forwards call for batch norms and for what follows these."""
+"""Functions that rewritten forwards call for batch norms and the ops after them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..ops.activations import pointwise
 from ..ops.batch_norm import activated
 from ..reference.pointwise import Pointwise
 
-THEN = "fusedtrain_then"  # the argument by which a rewritten forward is handed a `Then`
+EPILOGUE = "fusedtrain_epilogue"  # the argument of a rewritten forward that takes an `Epilogue`
 _ABSENT: Any = object()
 _NOTHING = nn.Identity()
 Act = nn.Module | tuple[Any, ...] | None  # a module, or name and parameters of a function
@@ -27,8 +27,8 @@ def _point(name: str, *parameters: float) -> Pointwise:
     return point
 
 
-class Then(NamedTuple):
-    """The calls of a forward behind a part that ends with a batch norm."""
+class Epilogue(NamedTuple):
+    """Ops to fuse after a norm: the calls of a forward behind a part that ends with the norm."""
 
     residual: Any = _ABSENT
     drop: nn.Module | None = None
@@ -37,7 +37,7 @@ class Then(NamedTuple):
     residual_first: bool = False
 
     def apply(self, z: Tensor) -> Tensor:
-        """The same as calls of their own."""
+        """The ops as calls of their own."""
         if self.drop is not None:
             z = self.drop(z)
         if self.residual is not _ABSENT:
@@ -50,7 +50,7 @@ class Then(NamedTuple):
         return z if self.act is None else self.act(z)
 
 
-def norm_then(
+def norm_act_of(
     norm: nn.Module,
     input: Tensor,
     residual: Any = _ABSENT,
@@ -58,19 +58,19 @@ def norm_then(
     act: Act = None,
     in_place: bool = False,
     overwrite_input: bool = False,
-    then: Then | None = None,
+    epilogue: Epilogue | None = None,
     residual_first: bool = False,
 ) -> Tensor:
-    """``act(drop(norm(input)) + residual)``, or what `then` adds to it, as one op. The guards of
-    the forward have seen that the modules may be passed over."""
-    if then is not None:
+    """``act(drop(norm(input)) + residual)`` as one op; the epilogue has the steps that are not
+    arguments. The guards of the forward have seen that the modules may be passed over."""
+    if epilogue is not None:
         if residual is _ABSENT:
-            residual, in_place = then.residual, then.in_place
-            residual_first = then.residual_first
-        drop = then.drop if drop is None else drop
-        act = then.act if act is None else act
+            residual, in_place = epilogue.residual, epilogue.in_place
+            residual_first = epilogue.residual_first
+        drop = epilogue.drop if drop is None else drop
+        act = epilogue.act if act is None else act
     if residual is None:  # torch's error
-        return Then(residual, None, act, in_place).apply(norm_then(norm, input, drop=drop))
+        return Epilogue(residual, None, act, in_place).apply(norm_act_of(norm, input, drop=drop))
     if isinstance(norm, BatchNormActBase) and drop is None and act is None:
         drop, act = norm.drop, norm.act
     last: nn.Module | Pointwise
@@ -87,22 +87,24 @@ def norm_then(
     return norm_act(*args)
 
 
-def handed(module: nn.Module, then: Then | None, *args: Any, **kwargs: Any) -> Tensor:
-    """``then.apply(module(*args, **kwargs))``, where the module can do it within its batch norm.
-    `then` is None where the forward itself was called for its own value."""
+def with_epilogue(
+    module: nn.Module, epilogue: Epilogue | None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """``epilogue.apply(module(*args, **kwargs))``, within the batch norm of the module if that is
+    possible. Without an epilogue the forward was called for its own value."""
     rewritten = rewritten_of(module)
     if (
         rewritten is not None
-        and THEN in rewritten.arguments
+        and EPILOGUE in rewritten.arguments
         and not is_hooked(module)
         and module.__dict__.get("_compiled_call_impl") is None
         and rewritten.stands_in()
     ):
-        output: Tensor = rewritten.function(module, *args, **kwargs, **{THEN: then})
+        output: Tensor = rewritten.function(module, *args, **kwargs, **{EPILOGUE: epilogue})
         return output
     z: Tensor = module(*args, **kwargs)
-    return z if then is None else then.apply(z)
+    return z if epilogue is None else epilogue.apply(z)
 
 
-for _function in (Then, norm_then, handed):
+for _function in (Epilogue, norm_act_of, with_epilogue):
     _function.__module__ = "fusedtrain.conversion"  # the name in pickles

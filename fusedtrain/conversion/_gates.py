@@ -19,10 +19,10 @@ from ..nn.parts import activation_of
 from ..ops.gated import gated
 from ..reference.pointwise import POINTWISE
 from ._calls import only_activation
-from ._formulas import Match, activated, matches_of
-from ._norms import is_activation, module_of
-from ._report import Gated
-from ._units import Change, Copy, Rules, Unit
+from ._formulas import Match, activated, is_activation, matches_of
+from ._report import Applied
+from ._rules import Rules
+from ._units import Change, Copy, Unit
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,8 +56,8 @@ class Product(Unit):
         arguments = (*operands, match.name, match.number, match.widens)
         return graph.call_function(gated_formula, arguments, dict(match.parameters))
 
-    def line(self, source: str) -> Gated:
-        return Gated(self.name, source, self.title)
+    def line(self, source: str) -> Applied:
+        return Applied(self.name, source, self.title)
 
 
 def laid_out_as(gate: Any, input: Any) -> Any:
@@ -120,23 +120,18 @@ def _product(rules: Rules, trace: Trace, node: fx.Node, gate: Any, other: Any) -
     if not isinstance(gate, fx.Node) or not isinstance(other, fx.Node) or gate is other:
         return None
     module, match = trace.callee(gate), matches_of(node.graph).get(gate)
-    known = module is not None and is_activation(module)
+    fused = None if module is None else rules.fused(module)
+    known = fused is not None and is_activation(fused)
     inner = None if module is None or known else only_activation(rules.flow, module)
     if match is None and inner is None and not known:
         return None
-    reason = (
-        rules.of_forward(trace)
-        or _obstacle(trace, gate, node)
-        or ("" if module is None else rules.of_part(module, "its gate"))
-        or _unfitness(module, match or inner)
-    )
     opened = (gate,) if match is None else match.nodes
     kept = tuple(gate.all_input_nodes) if match is None else (match.input,)
     return Product(
         name=rules.flow.names[id(trace.module)],
         module=trace.module,
-        title=type(module).__name__ if match is None else match.name,
-        reason=reason,
+        title=type(fused).__name__ if match is None else match.name,
+        reason=rules.of_gate(trace, gate, node, match or inner),
         change=Change(trace, [*opened, node], node, kept),
         gate=gate,
         other=other,
@@ -144,27 +139,3 @@ def _product(rules: Rules, trace: Trace, node: fx.Node, gate: Any, other: Any) -
         match=match,
         inner=inner,
     )
-
-
-def _obstacle(trace: Trace, gate: fx.Node, product: fx.Node) -> str:
-    if len(gate.users) != 1:
-        return "the value of its gate is used elsewhere, too"
-    if trace.is_kept(gate):
-        return "the value of its gate is stored"
-    if not trace.are_alike(gate, product):
-        return "its gate is computed under another no_grad, autocast or checkpoint"
-    if gate.op == "call_module" and (len(gate.args) != 1 or gate.kwargs):
-        return "its gate is called with more than its input"
-    return ""
-
-
-def _unfitness(module: nn.Module | None, match: Match | None) -> str:
-    """Why a product cannot do the work of a module, a call or a formula."""
-    if getattr(module, "inplace", False) or (match is not None and match.in_place):
-        return "its gate works in place"  # it would overwrite what others read
-    if match is not None:
-        fits = module_of(match._replace(widens=False)) is not None
-    else:
-        pointwise = None if module is None else activation_of(module)
-        fits = pointwise is not None and pointwise.op >= 0
-    return "" if fits else "no fused version of its gate"

@@ -6,7 +6,6 @@ the forward that called the norm where the value is what that forward returns.
 
 from __future__ import annotations
 
-import inspect
 import operator
 from typing import NamedTuple
 
@@ -16,38 +15,19 @@ from .._graph.flow import Trace, Value, is_sum
 from .._graph.hooks import is_hooked
 from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from .._graph.tracer import IN_PLACE
-from ..nn.parts import ROW_OF, activation_of, is_stochastic_depth
-from ._classes import unlike
-from ._formulas import Match, call_of, matches_of, name_of_call
-from ._sites import FUSED, Site, Step, fused_class
-from ._units import Rules
+from ..nn.parts import activation_of, is_stochastic_depth
+from ._formulas import Match, call_of, is_activation, matches_of, module_of, name_of_call
+from ._rules import Rules, no_kernel
+from ._sites import Site, Step
 
 _ORDER = ("drop", "add", "act")
 _ARGUMENTS = " with these arguments"
-MODULE_OF: dict[str, type] = {
-    row.name: cls for cls, row in ROW_OF.items() if cls.__module__ == "fusedtrain.nn.activation"
-}
 
 
 class _Walk(NamedTuple):
     steps: list[Step]
     returned: bool  # whether the value is what the forward returns
     blocked: str = ""  # by what
-
-
-def obstacle(module: nn.Module) -> str:
-    """Why a norm has to stay as it is; '' where it need not."""
-    cls = type(module)
-    near = (base for base in cls.__mro__ if base in FUSED)
-    base = next(near, None) if fused_class(module) is None else cls
-    if reason := unlike(module, base):
-        return reason
-    if is_hooked(module):
-        return "it has hooks"
-    act = getattr(module, "act", None)
-    if act is not None and activation_of(act) is None:
-        return _no_kernel(type(act).__name__)
-    return ""
 
 
 class Finder:
@@ -88,7 +68,7 @@ class Finder:
         return site
 
     def _obstacle(self, site: Site, step: Step) -> str:
-        """Why the forwards between a norm and a step cannot be rewritten for it."""
+        """Reason why the forwards between a norm and a step cannot be rewritten for the step."""
         level = site.level_of(step)
         traces = [trace for trace, _ in site.levels[: level + 1]]
         inner = [node for trace in traces[:-1] for node in trace.graphs[0].nodes]
@@ -184,28 +164,29 @@ class Finder:
         if not name or user.args[:1] != (value,) or user.all_input_nodes != [value]:
             return ""
         match = call_of(user)
-        return _activation(trace, match) if match else _no_kernel(name, _ARGUMENTS)
+        return _activation(trace, match) if match else no_kernel(name, _ARGUMENTS)
 
     def _module_step(self, trace: Trace, user: fx.Node, module: nn.Module) -> Step | str | None:
         reason = self.rules.of_part(module, self.flow.names[id(module)])
         if type(module) is nn.Identity and not reason:
             return None
-        known = is_activation(module)
+        fused = self.rules.fused(module)
+        known = is_activation(fused)
         if not known and package_and_name(module) not in STOCHASTIC_DEPTH:
             return ""
         if reason:
             return reason
-        if known and activation_of(module) is not None:
+        if known and activation_of(fused) is not None:
             return Step("act", trace, (user,), module, True)
         if not known and is_stochastic_depth(module):
             return Step("drop", trace, (user,), module, True)
-        return _no_kernel(type(module).__name__)
+        return no_kernel(type(fused).__name__)
 
 
 def _activation(trace: Trace, match: Match) -> Step | str:
     made = module_of(match)
     if made is None:
-        return _no_kernel(match.name, _ARGUMENTS)
+        return no_kernel(match.name, _ARGUMENTS)
     return Step("act", trace, (match.root,), made, matches=(match,))
 
 
@@ -217,16 +198,6 @@ def _why_shared(value: fx.Node) -> str:
     return "its output is used elsewhere, too"
 
 
-def _no_kernel(name: str, arguments: str = "") -> str:
-    return f"{name} has no kernel inside of batch norm{arguments}"
-
-
-def is_activation(module: nn.Module) -> bool:
-    files = ("torch.nn.modules.activation", "timm.layers.activations", "fusedtrain.nn.activation")
-    plain = type(module).__name__ not in ("Softmax", "Softmax2d", "GLU", "MultiheadAttention")
-    return plain and any(cls.__module__.startswith(files) for cls in type(module).__mro__)
-
-
 def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> Step | str:
     if len(user.args) != 2 or not set(user.kwargs) <= {"alpha"} or user.kwargs.get("alpha", 1) != 1:
         return ""
@@ -236,15 +207,3 @@ def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> Step | str:
         return ""
     in_place = user.target in (operator.iadd, "add_")
     return Step("add", trace, (user,), None, False, int(first is not value), in_place)
-
-
-def module_of(match: Match) -> nn.Module | None:
-    """The activation module that does the same, if batch norm has a kernel for it."""
-    parameters = {name: v for name, v in match.parameters.items() if name != "inplace"}
-    if (
-        match.widens
-        or not parameters.keys() <= inspect.signature(MODULE_OF[match.name]).parameters.keys()
-    ):
-        return None
-    module: nn.Module = MODULE_OF[match.name](**parameters)
-    return None if activation_of(module) is None else module

@@ -1,6 +1,6 @@
-"""Runs a model forward and backward on an example, and compares it with what it was.
+"""Runs a model forward and backward on an example, and compares the results with the stock model's.
 
-What rounding alone may do differs from model to model by orders of magnitude, so it is measured:
+The effect of rounding differs from model to model by orders of magnitude, so it is measured:
 the stock model runs once more with its layers' outputs off by up to one unit in the last place.
 """
 
@@ -117,11 +117,7 @@ def run(
 def scouted(model: nn.Module, example: Any) -> Preserver:
     """Runs the model once, to find out what it writes to."""
     preserver = Preserver(model)
-    with preserver(), torch.enable_grad():
-        arguments, named = arguments_of(example)
-        with _naming(arguments, named):
-            output = model(*arguments, **named)
-        _backward([leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)])
+    run(model, example, preserver=preserver)
     return preserver
 
 
@@ -133,7 +129,7 @@ def _backward(leaves: list[Tensor]) -> None:
 
 @contextmanager
 def _naming(arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
-    """Notes in what the model raises with what it was called: a batch of a loader, say, is two
+    """Adds the argument types to the model's exceptions: a batch of a loader, say, is two
     arguments."""
     try:
         yield

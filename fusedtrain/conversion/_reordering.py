@@ -1,8 +1,8 @@
-"""Whether a rewritten forward does in another order what must keep its order.
+"""Tests of the order of calls in a rewritten forward.
 
-A fused call works where one of the calls that it replaces stood, the others move there. No call may
-move across another one that writes what it reads, reads what it writes, or, as it does, draws
-random numbers; nor may anybody write later what backward needs only now.
+A fused call works where one of the calls that it replaces stood; the others move there. No call may
+move across another one that writes its inputs or reads its outputs, and no two calls that draw
+random numbers may change places. Nobody may overwrite later what backward needs only now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DRAWN = "random numbers are drawn in between"
 
 
 def places_of(units: Iterable[Unit]) -> dict[fx.Node, int]:
-    """Where calls that become part of another one work, by the numbers of the calls in a graph."""
+    """New place of each call that becomes part of another, as a number among its graph's calls."""
     changes = [change for unit in units for change in unit.changes]
     return {node: change.order[change.place] for change in changes for node in change.nodes}
 
@@ -29,7 +29,7 @@ def places_of(units: Iterable[Unit]) -> dict[fx.Node, int]:
 def obstacle_of(
     unit: Unit, effects: Effects, places: Mapping[fx.Node, int]
 ) -> tuple[str, Any] | None:
-    """Why the calls of a unit may not become one, and the step that is too much (None: all).
+    """Reason why the calls of a unit may not become one, and the step to give up (None: all).
 
     `places`: of all units, see :func:`places_of`."""
     obstacles = (_obstacle(change, effects, places) for change in unit.changes)

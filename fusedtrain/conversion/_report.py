@@ -71,16 +71,9 @@ class FusedNorm(NamedTuple):
     parts: tuple[str, ...]
 
 
-class Gated(NamedTuple):
-    """A product with a gate that became one op, in the forward of the module `name`."""
-
-    name: str
-    type: str
-    activation: str
-
-
-class Called(NamedTuple):
-    """A call of an activation, or a formula that is one, in the forward of the module `name`."""
+class Applied(NamedTuple):
+    """An activation that one op computes in the forward of the module `name`: a call or a formula,
+    or the gate of a product."""
 
     name: str
     type: str
@@ -216,9 +209,9 @@ class ConversionReport:
     shared: dict[str, list[str]] = field(default_factory=dict)
     already: int = 0
     norms: list[FusedNorm] = field(default_factory=list)
-    products: list[Gated] = field(default_factory=list)
+    products: list[Applied] = field(default_factory=list)
     branches: list[Branched] = field(default_factory=list)
-    calls: list[Called] = field(default_factory=list)
+    calls: list[Applied] = field(default_factory=list)
     left_calls: list[Unchanged] = field(default_factory=list)
     left_products: list[Unchanged] = field(default_factory=list)
     overwriting: list[str] = field(default_factory=list)

@@ -80,7 +80,7 @@ class Plan:
                 self._give_up(site, site.barred[1], site.barred[0])
 
     def _share(self) -> None:
-        """Gives each call to the first that asks for it."""
+        """Assigns each call to the first unit that asks for it."""
         self.units, taken = [], set[fx.Node]()
         for unit in self._candidates:
             calls = {node for change in unit.changes for node in change.gone}

@@ -18,7 +18,7 @@ from ..nn.norm import OURS
 from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
 from ._formulas import Match
-from ._fused_calls import THEN, Then, handed, norm_then
+from ._fused_calls import EPILOGUE, Epilogue, norm_act_of, with_epilogue
 from ._report import FusedNorm
 from ._units import Change, Copy, Unit
 
@@ -41,7 +41,7 @@ def fused_class(module: nn.Module) -> type | None:
 
 
 def has_own_steps(module: nn.Module) -> bool:
-    """Whether it has an activation or a drop layer already."""
+    """Whether a norm has an activation or a drop layer already."""
     parts = (getattr(module, "act", None), getattr(module, "drop", None))
     return any(part is not None and type(part) is not nn.Identity for part in parts)
 
@@ -171,20 +171,20 @@ class Site(Unit):
                 parameters[step.kind] = _named(step.module)
         target = graph.get_attr(str(call.target))
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), copy.of)
-        then: Any = None
+        epilogue: Any = None
         if change.ending is not None:
             last = [node for node in graph.nodes if node.op == "placeholder"][-1]
             with graph.inserting_after(last):
-                then = graph.placeholder(THEN, default_value=None)
+                epilogue = graph.placeholder(EPILOGUE, default_value=None)
         if change.inner is None:
-            if then is not None:
-                parameters["then"] = then
+            if epilogue is not None:
+                parameters["epilogue"] = epilogue
             if self.overwrites:
                 parameters["overwrite_input"] = True
-            return graph.call_function(norm_then, (target, *args), parameters)
-        if then is None:
-            then = graph.call_function(Then, (), parameters)
-        return graph.call_function(handed, (target, then, *args), kwargs)
+            return graph.call_function(norm_act_of, (target, *args), parameters)
+        if epilogue is None:
+            epilogue = graph.call_function(Epilogue, (), parameters)
+        return graph.call_function(with_epilogue, (target, epilogue, *args), kwargs)
 
     @property
     def becomes_ours(self) -> bool:
@@ -193,7 +193,7 @@ class Site(Unit):
         return type(self.module) not in OURS or not (self.steps or self.overwrites)
 
     def assign(self) -> None:
-        """Gives the norm its class, and attributes. In its `__dict__`, modules are no children."""
+        """Sets class and attributes of the norm. Modules in its `__dict__` are no children."""
         if not self.becomes_ours:
             return
         kinds = (kind for kind in ("act", "drop") if kind not in self.module._modules)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import fx, nn
 
-from .._graph.functions import codes_of, resolve
+from .._graph.functions import codes_of, resolved_or_none
 from .._graph.modules import attribute_of
 from .._graph.tracer import DECISION
 
@@ -153,7 +153,7 @@ def _branches(
 
 
 def _path(name: str, value: Any) -> str:
-    """Where a value can be imported from, as "module:qualified.name"."""
+    """Import path of a value, as "module:qualified.name"; '' if it has none."""
     if isinstance(value, types.ModuleType):
         return f"{value.__name__}:"
     if isinstance(value, float):
@@ -163,11 +163,4 @@ def _path(name: str, value: Any) -> str:
     )
     # Functions that torch makes within another one, max_pool1d for one, have a name outside, too.
     outer = f"{getattr(value, '__module__', '')}:{getattr(value, '__name__', '')}"
-    return next((p for p in (path, outer) if _leads_to(p, value)), "")
-
-
-def _leads_to(path: str, value: Any) -> bool:
-    try:
-        return resolve(path) is value
-    except (ImportError, AttributeError, ValueError):
-        return False
+    return next((p for p in (path, outer) if resolved_or_none(p) is value), "")

@@ -14,22 +14,20 @@ from torch import Tensor, nn
 
 from .._graph.compiled import without_compiled_code
 from .._graph.example import example_for
-from .._graph.hooks import observing
 from .._graph.state import duplicate
 from .._torch_private import pytree
-from ..nn.depthwise import DEPTHWISE, passes_of
-from ._calls import TORCH_IS_FASTER
 from ._conversion import Conversion
 from ._proof import Errors, Run, run, scouted
 from ._report import Layer, Proof
+from ._rules import slow_convolutions
 from ._sites import Step
 
 # Allowed: so many units in the last place, or so many times what rounding did to the stock model.
 _UNITS, _GROWTH = 32, 32
 # torch's own float64 backward of Hardsigmoid and CELU has factors rounded to float32.
 _LEAST = 2e-7
-# Where more than this is allowed a comparison says little, and where an error is little more than
-# allowed too: one in float64 decides.
+# A comparison says little if more than this is allowed, or if an error is little more than allowed:
+# one in float64 decides.
 _DOUBTFUL, _LITTLE = 0.1, 10.0
 # One value that rounding moves over the edge of a ReLU changes gradients, and nothing else, by
 # this at most: 0.4 % in the first block of a narrow SE-ResNet (31 times what was allowed; AVX2).
@@ -52,6 +50,7 @@ def prove(conversion: Conversion, example: Any) -> Proof:
 
 
 def _prove(conversion: Conversion, trials: _Trials) -> Proof:
+    conversion.choose()
     conversion.install()
     tried: set[int] = set()
     while wrong := trials.judge():
@@ -63,12 +62,14 @@ def _prove(conversion: Conversion, trials: _Trials) -> Proof:
         conversion.uninstall()
         for module in modules:
             tried.add(id(module))
-            conversion.install(lambda other, only=module: other is only)  # type: ignore[misc]
+            conversion.choose(lambda other, only=module: other is only)  # type: ignore[misc]
+            conversion.install()
             reason = trials.judge()
             conversion.uninstall()
             if reason:
                 conversion.undone[id(module)] = f"undone: {reason}"
         # A norm may have lost a sum to one that is undone now, and is tried in the next round.
+        conversion.choose()
         conversion.install()
     return trials.result()
 
@@ -85,11 +86,11 @@ class _Trials:
     def __init__(self, conversion: Conversion, example: Any) -> None:
         self.conversion, self.model, self.example = conversion, conversion.model, example
         self.device = next((p.device.type for p in self.model.parameters()), "cpu")
-        conversion.install()
         watched = conversion.watched()
-        conversion.uninstall()
         self._preserver = scouted(self.model, example)
-        self.stock = self._stock_run(watched)
+        with slow_convolutions(conversion.compared_convolutions()) as slow:
+            self.stock, _ = self._run(watched)
+        conversion.undone.update(slow)
         self.reference, self._exact = self._in_float32(watched)
         self.noise = self._compared(watched, noise=True)[1]
         if self.reference is not self.stock:
@@ -122,26 +123,6 @@ class _Trials:
     def _compared(self, watched: list[nn.Module], noise: bool = False) -> tuple[Run, Errors]:
         with self._as_compared():
             return run(self.model, self._exact, watched, self.reference, noise, self._preserver)
-
-    def _stock_run(self, watched: list[nn.Module]) -> Run:
-        """Leaves depthwise convolutions that gain nothing in it, nor in bfloat16, unless `memory`
-        asks for more than time: recomputed outputs need our forward."""
-        entries = self.conversion.activations if self.conversion.memory == "store" else []
-        layers = {id(entry.module) for entry in entries if type(entry.module) in DEPTHWISE}
-        gains: dict[int, bool] = {}
-
-        def leave(module: nn.Module, args: Any, named: Any, _: Any) -> None:
-            if id(module) in layers:
-                x = args[0] if args else named.get("input")
-                # Kernels are chosen at each call, which may run under autocast.
-                gained = any(passes_of(module, x)) or any(passes_of(module, _narrowed(x)))
-                gains[id(module)] = gained or gains.get(id(module), False)
-
-        with observing(lambda *_: None, leave):
-            stock, _ = self._run(watched)
-        idle = [layer for layer, gained in gains.items() if not gained]
-        self.conversion.undone.update(dict.fromkeys(idle, TORCH_IS_FASTER))
-        return stock
 
     def judge(self) -> str:
         """The fault of the conversion, in words; '' if there is none."""
@@ -271,7 +252,7 @@ def _saved(done: Run, modules: Iterable[nn.Module], steps: Iterable[Step] = ()) 
 
 
 def excess(errors: Errors, noise: Errors) -> tuple[float, str]:
-    """How many times larger than allowed the worst error is, and what it is an error of."""
+    """The worst error as a multiple of the allowed one, and the name of its tensor."""
     if errors.failed:
         return float("inf"), errors.failed
     worst = (0.0, "")
@@ -326,11 +307,6 @@ def _widened(value: Any, dtype: torch.dtype = torch.float64) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().to(dtype).requires_grad_(value.requires_grad)
     return value
-
-
-def _narrowed(value: Any) -> Any:
-    is_float32 = isinstance(value, Tensor) and value.dtype is torch.float32
-    return value.detach().to(torch.bfloat16) if is_float32 else None
 
 
 def _shifted(value: Any) -> Any:

@@ -13,10 +13,8 @@ from typing import Any, ClassVar
 
 from torch import fx, nn
 
-from .._graph.flow import Flow, Trace
-from .._graph.hooks import is_hooked
-from .._graph.modules import has_own_forward
-from ._source import copied, source_of
+from .._graph.flow import Trace
+from ._source import copied
 
 
 @dataclass(eq=False)
@@ -122,12 +120,12 @@ class Unit:
 
     @property
     def place(self) -> nn.Module:
-        """The module that returns what it computes, or what is made of that."""
+        """Module whose output contains the fused result."""
         return self.module
 
     @property
     def idle(self) -> str | None:
-        """Why it is not worth it, alone as it is ('': nobody need know); None if it is."""
+        """Reason why the unit gains nothing ('' for no line in the report); None if it gains."""
         return None
 
     def give_up(self, step: Any) -> bool:
@@ -147,41 +145,3 @@ class Unit:
     def line(self, source: str) -> Any:
         """The entry of the report. `source`: the class of the module before."""
         raise NotImplementedError
-
-
-class Rules:
-    """Obstacles that are the same for units of all kinds."""
-
-    def __init__(self, flow: Flow, excluded: set[int], swapped: set[int]) -> None:
-        self.flow, self.excluded = flow, excluded
-        # A module that gets a fused class computes all that it does in one op.
-        self.traces = [trace for trace in flow.traces if id(trace.module) not in swapped]
-        self._sources: dict[int, str] = {}
-
-    def of_forward(self, trace: Trace) -> str:
-        """Why a forward keeps its calls. It may have several ways, for training and for evaluation
-        or by the truth of values."""
-        return self.of_graphs(trace) or self.of_source(trace)
-
-    def of_graphs(self, trace: Trace) -> str:
-        if id(trace.module) in self.excluded:
-            return "excluded"
-        return "" if trace.is_known else trace.inexact
-
-    def of_source(self, trace: Trace, inexact: str = "") -> str:
-        """Why there can be no source for a forward. `inexact`: why its graphs are no use."""
-        key = id(trace.module)
-        if not inexact and key not in self._sources:
-            reasons = (source_of(trace.module, copied(g)[0])[2] for g in trace.graphs)
-            self._sources[key] = next(filter(None, reasons), "")
-        reason = inexact or self._sources[key]
-        name = self.flow.names[key] or "the model"
-        return f"{name} cannot be rewritten: {reason}" if reason else ""
-
-    def of_part(self, module: nn.Module, subject: str) -> str:
-        """Why the call of a module cannot be left out. `subject`: its name in the reason."""
-        if id(module) in self.excluded:
-            return f"{subject} is excluded"
-        if is_hooked(module):
-            return f"{subject} has hooks"
-        return f"the forward of {subject} is patched" if has_own_forward(module) else ""

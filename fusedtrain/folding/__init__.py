@@ -1,9 +1,8 @@
 """Convolutions that do the work of the batch norms beside them.
 
-`_links` follows values through the graphs and finds pairs; `_sharing`, `_code` and `_writes` say
-who else sees a bias, a statistic or a call; `_rewrite` installs, `_verify` proves. `fold_conv_bn`
-makes inference convolutions (`_conv_act`), `fold_frozen_norms` is `_frozen`, `drop_redundant_bias`
-`_bias`.
+`_links` follows values through the graphs and finds pairs; `_sharing` and `_code` say who else sees
+a bias, a statistic or a call; `_rewrite` installs, `_verify` proves. `fold_conv_bn` makes inference
+convolutions (`_conv_act`), `fold_frozen_norms` is `_frozen`, `drop_redundant_bias` `_bias`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from ._report import Folded, FoldReport, list_scripted
 from ._rewrite import GraphTracer as GraphTracer, replace
 from ._sharing import Sharing
 from ._verify import compare, ranks, stock_copy
-from ._writes import written_between
 
 # The classes are not public: pickles of folded models name them here.
 __all__ = ["FoldReport", "drop_redundant_bias", "fold_conv_bn", "fold_frozen_norms"]
@@ -50,7 +48,7 @@ _TRAINING = "it is in training mode (model.eval() first)"
 
 
 class OfRank(nn.Identity):
-    """Where a norm was that treats other dimensions differently: refuses these."""
+    """Stand-in for a norm that treats other dimensions differently: refuses these."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -214,7 +212,7 @@ def _obstacle(flow: Flow, link: Link, dims: dict[str, set[int]]) -> str:
         )
     # Without the norm, the convolution reads the norm's input itself.
     effects = Effects(flow)
-    if link.norm_first and any(written_between(effects, *hop) for hop in link.hops):
+    if link.norm_first and any(effects.is_written_between(*hop) for hop in link.hops):
         return "something may be written in place between it and the convolution"
     if spatial(conv) == 0:
         seen = dims.get(flow.names[id(norm)], set())

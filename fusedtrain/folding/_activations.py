@@ -19,7 +19,6 @@ from ._links import flow_of
 from ._report import Folded, FoldReport
 from ._rewrite import obstacle, replace, rewrite_all
 from ._sharing import Sharing
-from ._writes import can_wait, is_own
 
 _MODULES = ("torch.nn.modules.activation", "fusedtrain.nn.activation")
 _NAMES = {
@@ -97,7 +96,7 @@ class _Plan(NamedTuple):
 
 
 def fuse(model: nn.Module, report: FoldReport) -> nn.Module:
-    """Gives activations to the convolutions before them; the root may become another object."""
+    """Moves activations into the convolutions before them; the root may become another object."""
     flow = flow_of(model)
     sharing, effects = Sharing(model, [flow]), Effects(flow)
     changed: list[Trace] = []
@@ -132,7 +131,7 @@ def fuse(model: nn.Module, report: FoldReport) -> nn.Module:
 
 
 def pack(model: nn.Module, report: FoldReport) -> None:
-    """Gives folded convolutions without an activation the ops of those with one, which keep the
+    """Sets folded convolutions without an activation to the ops of those with one, which keep the
     weight as the platform wants it: 4 of the 53 of a ResNet-50 took 7.6 of 51 ms without."""
     folded = {entry.conv for entry in report.folded}
     for name, module in model.named_modules():
@@ -232,7 +231,7 @@ def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | N
         return None
     # `other += conv` changes the other one, which somebody may see.
     in_place = user.target in (operator.iadd, "add_") and user.args[0] is other
-    if in_place and not is_own(effects, trace, other, user):
+    if in_place and not effects.is_private(trace, other, user):
         return None
     after = _only_user(trace, user)
     act = None if after is None else _of_node(trace, after)
@@ -241,10 +240,10 @@ def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | N
         after is not None
         and act is not None
         and platform.has(act, True, dtype)
-        and can_wait(effects, trace, [node, user, after])
+        and effects.can_wait(trace, [node, user, after])
     ):
         return _Plan(trace, node, conv, user, act, after)
-    if platform.has(NO_ACT, True, dtype) and can_wait(effects, trace, [node, user]):
+    if platform.has(NO_ACT, True, dtype) and effects.can_wait(trace, [node, user]):
         return _Plan(trace, node, conv, user, NO_ACT, user)
     return None
 

@@ -11,8 +11,7 @@ from .._graph.example import example_for
 from .._graph.forward import install, replacement_of
 from .._graph.modules import FORWARD
 from .._graph.report import Unchanged
-from ._forward import Convolving
-from ._frozen import pairs
+from ._frozen import Convolving, pairs
 from ._kinds import check_module, is_frozen, spatial
 from ._links import Link
 from ._report import Folded, FoldReport
@@ -33,7 +32,7 @@ class WithoutBias(Convolving):
         self.mean = None if mean is None else mean.clone()
         self.requires_grad = self.conv.bias.requires_grad
         self.seen: tuple[int, int] | None = None
-        # Where another tensor is the bias, as in functional_call, the convolution adds that one.
+        # If another tensor is the bias, as in functional_call, the convolution adds that one.
         self.own = self.conv.bias
         self.own.requires_grad_(False)
         self.own.grad = None
@@ -192,7 +191,7 @@ def _shared(sharing: Sharing, link: Link) -> str:
 
 
 def restore_bias(model: nn.Module) -> int:
-    """Gives the biases back; how many there were."""
+    """Restores the biases; returns their number."""
     count = 0
     for module in model.modules():
         hooks = module._load_state_dict_post_hooks

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .._graph.example import example_for
 from .._graph.forward import Replacement, install, is_changed, replacement_of
@@ -13,7 +14,6 @@ from .._graph.modules import FORWARD
 from .._graph.report import Unchanged
 from .._graph.state import duplicate
 from ..ops.fold import fold_weight
-from ._forward import Convolving
 from ._kinds import (
     check_module,
     conv_kind,
@@ -21,7 +21,9 @@ from ._kinds import (
     fits,
     followers,
     is_frozen,
+    is_transposed,
     norm_obstacle,
+    spatial,
     statistics,
     writer_of,
 )
@@ -32,6 +34,37 @@ from ._verify import call, compare
 
 _CONVERTED = "fusedtrain.convert has changed it, or a module around it: fusedtrain.revert first"
 _FOLDED = "fusedtrain.fold_frozen_norms has changed its forward: fusedtrain.revert first"
+
+
+class Convolving(Replacement):
+    """Replacement of the forward of `conv`, which `norm` follows."""
+
+    def __init__(self, conv: nn.Module, norm: nn.Module) -> None:
+        self.conv: Any = conv
+        self.norm: Any = norm
+        self.rank = spatial(conv) + 2
+        self.transposed = is_transposed(conv)
+
+    def _module(self) -> nn.Module | None:
+        return vars(self).get("conv")
+
+    def convolve(
+        self, weight: Tensor, bias: Tensor | None, input: Tensor, output_size: Any = None
+    ) -> Tensor:
+        """The computation of the convolution's class, with another weight and bias."""
+        conv, dims = self.conv, self.rank - 2
+        if not self.transposed:
+            output: Tensor = (
+                conv._conv_forward(input, weight, bias) if dims else F.linear(input, weight, bias)
+            )
+            return output
+        padding = conv._output_padding(
+            input, output_size, conv.stride, conv.padding, conv.kernel_size, dims, conv.dilation
+        )
+        output = getattr(F, f"conv_transpose{dims}d")(
+            input, weight, bias, conv.stride, conv.padding, padding, conv.groups, conv.dilation
+        )
+        return output
 
 
 class FoldingConv(Convolving):

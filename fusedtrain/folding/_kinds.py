@@ -55,7 +55,7 @@ def _norm_kind(module: nn.Module | None) -> str | None:
 
 
 def is_norm(module: nn.Module | None) -> bool:
-    """Whether it is a batch norm, of a known kind or not."""
+    """Whether a module is a batch norm, of a known kind or not."""
     return isinstance(module, BatchNormBase) or _norm_kind(module) is not None
 
 
@@ -80,7 +80,7 @@ def _general_obstacle(module: nn.Module) -> str:
 
 
 def conv_obstacle(conv: nn.Module) -> str:
-    """Why the weight of a convolution cannot be scaled for it; '' where it can."""
+    """Reason why the weight of a convolution cannot be scaled, or ''."""
     kind = conv_kind(conv)
     assert kind is not None
     if "weight" not in conv._parameters:
@@ -110,7 +110,7 @@ class Statistics(NamedTuple):
 
 
 def norm_obstacle(norm: nn.Module, statistics: bool = True) -> str:
-    """Why a norm, even in eval mode, is not known to be multiplication and addition."""
+    """Reason why a norm in eval mode is not known to be multiplication and addition, or ''."""
     if _norm_kind(norm) is None:
         return f"a {type(norm).__name__} has a forward of its own"
     if reason := _general_obstacle(norm):
@@ -124,12 +124,12 @@ def norm_obstacle(norm: nn.Module, statistics: bool = True) -> str:
 
 
 def is_frozen(norm: nn.Module) -> bool:
-    """Whether it normalises by its running statistics in training, too."""
+    """Whether a norm uses its running statistics in training, too."""
     return "frozen" in (_norm_kind(norm) or "")
 
 
 def norm_trains(norm: nn.Module) -> bool:
-    """Whether it normalises by the statistics of the batch."""
+    """Whether a norm uses the statistics of the batch."""
     return norm.training and not is_frozen(norm)
 
 
@@ -146,7 +146,7 @@ def followers(norm: nn.Module) -> list[nn.Module]:
 
 
 def fits(conv: nn.Module, norm: nn.Module, norm_first: bool) -> str:
-    """Why a norm cannot belong to a convolution: the dimensions it takes, or the channels."""
+    """Reason why a norm cannot belong to a convolution: its dimensions or channels; or ''."""
     dims: dict[type, tuple[int, ...]] = {
         nn.BatchNorm1d: (0, 1),
         nn.BatchNorm3d: (3,),

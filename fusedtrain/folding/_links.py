@@ -64,7 +64,7 @@ class Links:
         self._others: dict[int, Trace | str] = {}
 
     def times(self, module: nn.Module) -> int:
-        """How often its callers together call it, each on the way with the most calls."""
+        """Number of calls by all callers, each on the way with the most calls."""
         ways = Counter((id(owner), node.graph) for owner, node in self.flow.calls(module))
         return sum(
             max(n for (o, _), n in ways.items() if o == owner) for owner in {o for o, _ in ways}
@@ -99,46 +99,44 @@ class Links:
 
     def before(self, norm: nn.Module) -> Link | str:
         """The convolution before a norm, or why there is none that only this norm sees."""
-        return self._misused(norm) or self.before_calls(self.flow.calls(norm), norm)
+        return self._misused(norm) or self._link(self.flow.calls(norm), norm, False)
 
-    def before_calls(self, norms: list[Value], norm: nn.Module | None) -> Link | str:
-        """The convolution before these calls of a norm; no module: of F.batch_norm."""
-        ends = {node for _, node in norms}
-        walk = _Walk(lambda owner, node: conv_kind(owner.callee(node)) is not None)
-        back = _Walk(lambda owner, node: node in ends)
-        for owner, node in norms:
-            if reason := self._up(walk, owner, input_of(node)):
-                return reason
-        conv = self._one_of(walk)
-        if isinstance(conv, str):
-            return conv
-        convs = self.flow.calls(conv)
-        if any(self._down(back, owner, node) for owner, node in convs):
-            return f"the output of {self.flow.name(conv)} is used elsewhere, too"
-        flat = all(self._is_flat(owner, input_of(node)) for owner, node in convs)
-        return Link(conv, norm, False, flat, walk.levels + back.levels, back.hops)
+    def before_call(self, owner: Trace, node: fx.Node) -> Link | str:
+        """The convolution before a call of F.batch_norm, likewise."""
+        return self._link([(owner, node)], None, False)
 
     def after(self, norm: nn.Module) -> Link | str:
         """The convolution after a norm, likewise."""
-        if reason := self._misused(norm):
-            return reason
-        norms = self.flow.calls(norm)
+        return self._misused(norm) or self._link(self.flow.calls(norm), norm, True)
+
+    def _link(self, norms: list[Value], norm: nn.Module | None, norm_first: bool) -> Link | str:
+        """The convolution to which calls of a norm lead, and which leads back to no others."""
         walk = _Walk(lambda owner, node: conv_kind(owner.callee(node)) is not None)
-        for owner, node in norms:
-            if reason := self._down(walk, owner, node):
-                return reason
+        if reason := self._follow(walk, norms, down=norm_first):
+            return reason
         conv = self._one_of(walk)
         if isinstance(conv, str):
             return conv
         convs, ends = self.flow.calls(conv), {node for _, node in norms}
         back = _Walk(lambda owner, node: node in ends)
-        if any(self._up(back, owner, input_of(node)) for owner, node in convs):
-            return f"{self.flow.name(conv)} has other inputs, too"
-        flat = all(self._is_flat(owner, input_of(node)) for owner, node in norms)
-        return Link(conv, norm, True, flat, walk.levels + back.levels, walk.hops)
+        if self._follow(back, convs, down=not norm_first):
+            name = self.flow.name(conv)
+            others = f"{name} has other inputs, too"
+            return others if norm_first else f"the output of {name} is used elsewhere, too"
+        first, hops = (norms, walk.hops) if norm_first else (convs, back.hops)
+        flat = all(self._is_flat(owner, input_of(node)) for owner, node in first)
+        return Link(conv, norm, norm_first, flat, walk.levels + back.levels, hops)
+
+    def _follow(self, walk: _Walk, calls: list[Value], down: bool) -> str:
+        """Follows the values of calls, or their inputs; the reason where that fails."""
+        reasons = (
+            self._down(walk, owner, node) if down else self._up(walk, owner, input_of(node))
+            for owner, node in calls
+        )
+        return next(filter(None, reasons), "")
 
     def _misused(self, norm: nn.Module) -> str:
-        """Why the calls of a norm that are seen do not tell what it is for; '' where they do."""
+        """Reason why the known calls of a norm do not show its use, or ''."""
         if not self.flow.calls(norm):
             untraced = self._untraced(norm)
             if not untraced:
@@ -284,7 +282,7 @@ def _argument(placeholder: fx.Node, call: fx.Node) -> object:
 
 
 def _places_of(value: fx.Node, call: fx.Node) -> int:
-    """How many arguments of a call are a value, or hold it."""
+    """Number of arguments of a call that are a value, or hold it."""
     arguments: list[fx.Node] = []
     fx.node.map_arg((call.args, call.kwargs), arguments.append)
     return arguments.count(value)

@@ -19,7 +19,7 @@ from ._sharing import Sharing
 
 
 def apply(link: Link, stats: Statistics) -> None:
-    """Gives the convolution its new weight and bias, computed in float64 on the CPU."""
+    """Sets the new weight and bias of a convolution, computed in float64 on the CPU."""
     conv: Any = link.conv
     weight, bias, gamma, beta, mean, var = (
         None if t is None else t.detach().cpu().double()
@@ -82,7 +82,7 @@ def _choose(links: Links, trace: Trace, node: fx.Node) -> tuple[Link, Statistics
     eps = values.get("eps", 1e-5)
     if not isinstance(eps, float):
         return "eps is not a number"
-    link = links.before_calls([(trace, node)], None)
+    link = links.before_call(trace, node)
     if isinstance(link, str):
         return link
     if reason := conv_obstacle(link.conv) or obstacle(trace):

@@ -19,7 +19,7 @@ class GraphTracer(Tracer):
 
 
 def replace(model: nn.Module, swapped: Mapping[int, nn.Module]) -> nn.Module:
-    """Puts the module of each id where that one was, at all its places; gives the root."""
+    """Puts the module of each id where that one was, at all its places; returns the root."""
     if not swapped:
         return model
     for module in list(model.modules()):
@@ -30,7 +30,7 @@ def replace(model: nn.Module, swapped: Mapping[int, nn.Module]) -> nn.Module:
 
 
 def obstacle(trace: Trace) -> str:
-    """Why a module cannot be given the forward of its graph; '' where it can."""
+    """Reason why a module cannot be given the forward of its graph, or ''."""
     if is_hooked(trace.module) or has_own_forward(trace.module):
         return "the module around it has hooks or a patched forward"
     if trace.inexact:
@@ -57,7 +57,7 @@ def rewritten(trace: Trace) -> nn.Module:
 
 
 def rewrite_all(model: nn.Module, traces: Sequence[Trace]) -> nn.Module:
-    """Gives each module the forward of its changed graph; gives the root."""
+    """Installs the forward of each changed graph; returns the root."""
     places = {id(module): i for i, module in enumerate(model.modules())}
     # Children first: a parent's graph module takes over the children that it finds.
     for trace in sorted(traces, key=lambda t: -places[id(t.module)]):

@@ -20,7 +20,7 @@ from ._links import Link
 
 _KEYS = {"weight", "bias", "running_mean", "running_var"}
 _OWN = ("forward", "_conv_forward", "reset_parameters")
-# Whose norms are known.
+# Libraries whose norms are known.
 _LIBRARIES = ("fusedtrain.", "timm.", "torchvision.")
 # They make a module, or a text of it.
 _UNSEEN = ("__init__", "__repr__", "extra_repr", "__getstate__", "__setstate__")
@@ -93,7 +93,7 @@ class Sharing:
         ]
 
     def tied(self, owner: nn.Module, key: str) -> str:
-        """Why a write to a tensor is seen by others; '' where it is not."""
+        """Reason why others see a write to a tensor, or ''."""
         tensor = getattr(owner, key, None)
         if not isinstance(tensor, Tensor):
             return ""
@@ -206,7 +206,7 @@ class Sharing:
         return next(filter(None, map(self._elsewhere, parts)), "")
 
     def _elsewhere(self, module: nn.Module) -> str:
-        """Whether it belongs to several modules, one of which was not traced."""
+        """Untraced module to which a module belongs besides another one, in words; or ''."""
         parents = [p for p in self.model.modules() if any(c is module for c in p._modules.values())]
         for parent in parents if len(parents) > 1 else []:
             if is_scripted(parent) or any(id(parent) in flow.failed for flow in self.flows):

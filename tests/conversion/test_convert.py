@@ -78,23 +78,6 @@ def test_meta_device() -> None:
     assert y.shape == (2, 5)
 
 
-def test_twice_and_back_twice() -> None:
-    model = small_linear()
-    original = snapshot(model)
-    assert fusedtrain.revert(model) == 0
-    assert snapshot(model) == original
-    fusedtrain.convert(model)
-    converted = snapshot(model)
-    report = fusedtrain.convert(model)
-    assert len(report) == 0
-    assert not report
-    assert report.already == 1
-    assert snapshot(model) == converted
-    assert fusedtrain.revert(model) == 1
-    assert snapshot(model) == original
-    assert fusedtrain.revert(model) == 0
-
-
 def test_modules_built_fused_are_not_reverted() -> None:
     model = small_linear(fused_nn.SiLU())
     assert fusedtrain.convert(model).already == 1

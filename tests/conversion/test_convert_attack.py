@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from helpers.models import Parts
+from helpers.conversion import compared
+from helpers.models import model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -305,32 +306,16 @@ def test_same_as_before(name: str) -> None:
 
 
 def test_two_gates_without_a_norm() -> None:
-    class Outer(Parts):
-        def forward(self, x: Tensor) -> Tensor:
-            value: Tensor = self.block(x) + self.block.gate(self.c(x))
-            return value
-
-    stock = Outer(block=Gate(), c=nn.Conv2d(4, 4, 1))
-    converted, x = copy.deepcopy(stock), torch.randn(2, 4, 3, 3)
-    assert len(fusedtrain.convert(converted).products) == 1  # in the block; the other call stays
-    torch.testing.assert_close(converted(x), stock(x))
+    """One in the block; the other call stays."""
+    forward = lambda self, x: self.block(x) + self.block.gate(self.c(x))  # noqa: E731
+    outer = model_of(forward, block=Gate(), c=nn.Conv2d(4, 4, 1))
+    assert len(compared(outer, torch.randn(2, 4, 3, 3)).products) == 1
 
 
 def test_a_child_that_reaches_for_its_parent() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block()
-            self.child = Child(self.block)
-
-        def forward(self, x: Tensor) -> Tensor:
-            value: Tensor = self.child(self.block(x))
-            return value
-
-    stock = Outer()
-    converted, x = copy.deepcopy(stock), torch.randn(2, 4, 3, 3)
-    report = fusedtrain.convert(converted)
-    torch.testing.assert_close(converted(x), stock(x))
+    block = Block()
+    outer = model_of(lambda self, x: self.child(self.block(x)), block=block, child=Child(block))
+    report = compared(outer, torch.randn(2, 4, 3, 3))
     assert [norm.name for norm in report.norms] == ["block.bn", "block.seq.1"]
 
 

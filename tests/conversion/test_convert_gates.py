@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ import torch.nn.functional as T
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain._graph.modules import has_own_forward
-from helpers.models import Parts, but_long, model_of, timm, torchvision
+from helpers.conversion import compared, outline
+from helpers.models import Parts, but_long, model_of, timm, torchvision, transformers
 
 
 class Gate(nn.Module):
@@ -37,22 +37,26 @@ class Mlp(nn.Module):
         return output
 
 
-def converted(model: nn.Module, x: Tensor, tolerance: float = 1e-5) -> Any:
-    """The report of a conversion that changes nothing but rounding, forward and backward."""
-    stock = copy.deepcopy(model)
-    report = fusedtrain.convert(model, x)
-    results = []
-    for one in (stock, model):
-        torch.manual_seed(0)
-        y = one(x)
-        y.square().sum().backward()
-        results.append([y.detach(), *(p.grad for p in one.parameters())])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=tolerance, atol=tolerance * (1 + b.abs().max().item())
-        )
-    assert len(fusedtrain.convert(model)) == 0
-    return report
+class Gated(nn.Module):
+    """The feed-forward part of Llama, Mistral and Gemma."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 12), nn.Linear(8, 12)
+        self.down_proj, self.act_fn = nn.Linear(12, 8), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+class OwnSwish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return swish(x)
 
 
 def _timm_layer(path: str, *arguments: Any, **named: Any) -> nn.Module:
@@ -62,87 +66,143 @@ def _timm_layer(path: str, *arguments: Any, **named: Any) -> nn.Module:
     return layer
 
 
-IMAGES = lambda: torch.randn(3, 8, 6, 5)  # noqa: E731
-TOKENS = lambda: torch.randn(3, 7, 8)  # noqa: E731
-LAYERS: dict[str, tuple[Any, Any]] = {
-    "sigmoid gate": (Gate, IMAGES),
-    "gate first": (lambda: Gate(nn.Hardsigmoid, "gate first"), IMAGES),
-    "swiglu": (Mlp, TOKENS),
-    "geglu tanh": (lambda: Mlp(lambda: nn.GELU("tanh")), TOKENS),
-    "elu": (lambda: Mlp(lambda: nn.ELU(0.5)), TOKENS),
-    "timm SEModule": (lambda: _timm_layer("squeeze_excite:SEModule", 8, rd_channels=4), IMAGES),
-    "timm EffectiveSE": (lambda: _timm_layer("squeeze_excite:EffectiveSEModule", 8), IMAGES),
-    "timm GluMlp": (lambda: _timm_layer("mlp:GluMlp", 8, 32), TOKENS),
-    "timm SwiGLU": (lambda: _timm_layer("mlp:SwiGLU", 8, 32), TOKENS),
-    "torchvision SE": (
-        lambda: torchvision().ops.misc.SqueezeExcitation(8, 4),
-        IMAGES,
+def images() -> Tensor:
+    return torch.randn(3, 8, 6, 5, dtype=torch.float64)
+
+
+def tokens() -> Tensor:
+    return torch.randn(3, 7, 8, dtype=torch.float64)
+
+
+# Model, input, and the gate. Each has one product, which keeps no more than before.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], str]] = {
+    "sigmoid gate": (Gate, images, "Sigmoid"),
+    "gate first": (lambda: Gate(nn.Hardsigmoid, "gate first"), images, "Hardsigmoid"),
+    "swiglu": (Mlp, tokens, "SiLU"),
+    "geglu tanh": (lambda: Mlp(lambda: nn.GELU("tanh")), tokens, "GELU"),
+    "elu": (lambda: Mlp(lambda: nn.ELU(0.5)), tokens, "ELU"),
+    "gated": (lambda: Gated(nn.SiLU()), tokens, "SiLU"),
+    "gated, an own class": (lambda: Gated(OwnSwish()), tokens, "SiLU"),
+    "gated, gelu": (lambda: Gated(nn.GELU("tanh")), tokens, "GELU"),
+    "gated, a function": (lambda: Gated(T.silu), tokens, "silu"),
+    "gated, an own function": (lambda: Gated(swish), tokens, "silu"),
+    # The second is the gate, as in x * gate(s).
+    "two activations": (
+        lambda: model_of(
+            lambda self, x: self.a(self.first(x)) * self.b(x),
+            a=nn.SiLU(), b=nn.Tanh(), first=nn.Linear(8, 8),
+        ),
+        tokens, "Tanh",
     ),
+    "an activation with another use": (
+        lambda: model_of(
+            lambda self, x: self.act(self.act(self.first(x)) * x), act=nn.SiLU(),
+            first=nn.Linear(8, 8),
+        ),
+        tokens, "SiLU",
+    ),
+    "timm SEModule": (
+        lambda: _timm_layer("squeeze_excite:SEModule", 8, rd_channels=4), images, "Sigmoid"),
+    "timm EffectiveSE": (
+        lambda: _timm_layer("squeeze_excite:EffectiveSEModule", 8), images, "Hardsigmoid"),
+    "timm GluMlp": (lambda: _timm_layer("mlp:GluMlp", 8, 32), tokens, "Sigmoid"),
+    "timm SwiGLU": (lambda: _timm_layer("mlp:SwiGLU", 8, 32), tokens, "SiLU"),
+    "torchvision SE": (
+        lambda: torchvision().ops.misc.SqueezeExcitation(8, 4), images, "Sigmoid"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str) -> None:
-    make, inputs = LAYERS[name]
-    layer = make()
-    keys, before = list(layer.state_dict()), [type(m) for m in layer.modules()]
-    report = converted(layer, inputs())
-    assert len(report.products) == 1, report
-    assert "with a gate" in str(report)
-    assert list(layer.state_dict()) == keys
-    assert fusedtrain.revert(layer) > 0
-    assert [type(m) for m in layer.modules()] == before
-    assert not any(has_own_forward(m) for m in layer.modules())
+    make, inputs, gate = LAYERS[name]
+    layer, x = make().double(), inputs()
+    report = compared(layer, x, x, 1e-6 if "Hardsigmoid" in gate else 1e-12)
+    assert [product.activation for product in report.products] == [gate]
+    assert "fused 1 product with a gate" in str(report)
+    assert report.calls == []
+    assert report.proof is not None
+    assert report.proof.saved_after <= report.proof.saved_before
+    if name in ("swiglu", "gated"):
+        assert report.proof.saved_after < report.proof.saved_before
 
 
-def test_less_is_kept() -> None:
-    report = converted(Mlp(), TOKENS())
-    assert report.proof.saved_after < report.proof.saved_before
+def _odd(work: Callable[[Any, Tensor, Tensor], Tensor], act: Any = nn.SiLU) -> nn.Module:
+    """`work` gets the input of a gate, and the other factor."""
+    return model_of(lambda self, x: work(self, self.first(x), x), first=nn.Linear(8, 8), act=act())
 
 
-def test_copies_scripts_and_graphs() -> None:
-    model, x = nn.Sequential(Mlp(), Mlp()), TOKENS()
-    globals()["Mlp"].__qualname__ = "Mlp"
-    want = model(x)
-    fusedtrain.convert(model)
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torch.testing.assert_close(twin(x), want)
-    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), want)
-    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), want)
-    torch.testing.assert_close(torch.jit.script(model)(x), want)
+def _used_twice(self: Any, h: Tensor, x: Tensor) -> Tensor:
+    opened = self.act(h)
+    y: Tensor = opened * x + opened
+    return y
 
 
-@pytest.mark.parametrize(
-    "why", ["used twice", "hook", "excluded", "in place", "stored", "no kernel"]
-)
-def test_products_that_stay(why: str) -> None:
-    class Odd(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            gate, value = self.first(x).chunk(2, -1)
-            opened = self.act(gate)
-            y = opened * value
-            if why == "used twice":
-                y = y + opened
-            if why == "stored":
-                self.opened = opened.detach()
-            output: Tensor = self.last(y)
-            return output
+def _stored(self: Any, h: Tensor, x: Tensor) -> Tensor:
+    opened = self.act(h)
+    self.opened = opened.detach()
+    y: Tensor = opened * x
+    return y
 
-    model = Odd(
-        nn.ReLU if why == "in place" else nn.RReLU if why == "no kernel" else nn.SiLU
-    ).eval()
+
+def _after(write: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    def work(self: Any, h: Tensor, x: Tensor) -> Tensor:
+        gate = self.act(h)
+        more = write(self, h)
+        y: Tensor = (x if more is None else x + more) * gate
+        return y
+
+    return work
+
+
+def _plus(self: Any, h: Tensor) -> None:
+    h += 1
+
+
+def _product(self: Any, h: Tensor, x: Tensor) -> Tensor:
+    y: Tensor = self.act(h) * x
+    return y
+
+
+# Use of a gate, the gate, and the reason why the product stays.
+STAY: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], Any, str]] = {
+    "used twice": (_used_twice, nn.SiLU, "the value of its gate is used elsewhere, too"),
+    "stored": (_stored, nn.SiLU, "its forward stores something"),
+    "in place": (_product, lambda: nn.SiLU(inplace=True), "its gate works in place"),
+    "no kernel": (_product, nn.RReLU, "no fused version of its gate"),
+    "hook": (_product, nn.SiLU, "its gate has hooks"),
+    "excluded": (_product, nn.SiLU, "its gate is excluded"),
+    "overwritten, operator": (_after(_plus), nn.Sigmoid, "memory that it needs is overwritten"),
+    "overwritten, method": (
+        _after(lambda self, h: h.add_(1)), nn.Sigmoid, "memory that it needs is overwritten"),
+    "overwritten, function": (
+        _after(lambda self, h: T.relu(h, inplace=True)), nn.Sigmoid,
+        "memory that it needs is overwritten"),
+    "overwritten, module": (
+        _after(lambda self, h: self.relu(h)), nn.Sigmoid, "memory that it needs is overwritten"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", STAY)
+def test_products_that_stay_are_in_the_report_with_the_reason(why: str) -> None:
+    work, act, reason = STAY[why]
+    part = _odd(work, act)
+    if why == "overwritten, module":
+        part.relu = nn.ReLU(inplace=True)
     if why == "hook":
-        model.act.register_forward_hook(lambda *_: None)
-    if why == "in place":
-        model.act.inplace = True
-    x = TOKENS()
+        part.act.register_forward_hook(lambda *_: None)
+    model, x = nn.Sequential(part).eval(), tokens().float()
     with torch.no_grad():
         want = model(x)
-    exclude = ["act"] if why == "excluded" else []
-    report = fusedtrain.convert(model, exclude=exclude)
+    report = fusedtrain.convert(model, exclude=["0.act"] if why == "excluded" else [])
     assert report.products == []
+    (left,) = report.left_products
+    assert left.name == "0"
+    assert reason in left.reason
     with torch.no_grad():
         torch.testing.assert_close(model(x), want)
+    text = str(report)
+    assert "left 1 product with a gate" in text
+    assert ("\nwhat would help\n" in text) == (why not in ("excluded", "stored"))
 
 
 def test_a_hook_for_all_modules_is_part_of_the_proof() -> None:
@@ -151,7 +211,7 @@ def test_a_hook_for_all_modules_is_part_of_the_proof() -> None:
     def louder(module: nn.Module, _: Any, output: Tensor) -> Any:
         return 1.5 * output if type(module).__name__ == "Sigmoid" else None
 
-    model, x = Gate().double(), torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    model, x = Gate().double(), images()
     hook = nn.modules.module.register_module_forward_hook(louder)
     try:
         want = model(x)
@@ -164,58 +224,12 @@ def test_a_hook_for_all_modules_is_part_of_the_proof() -> None:
     assert fusedtrain.convert(model, x).products
 
 
-class Overwriting(nn.Module):
-    """The input of the gate is overwritten before the product."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.first, self.act, self.relu = nn.Linear(4, 4), nn.Sigmoid(), nn.ReLU(inplace=True)
-        self.how = how
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        gate = self.act(h)
-        if self.how == "operator":
-            h += 1
-        elif self.how == "method":
-            x = x + h.add_(1)
-        else:
-            x = x + self.relu(h)
-        return x * gate
-
-
-@pytest.mark.parametrize("how", ["operator", "method", "module"])
-def test_a_gate_is_not_moved_past_what_overwrites_its_input(how: str) -> None:
-    model, x = Overwriting(how), torch.randn(3, 4)
-    want = model(x)
-    assert fusedtrain.convert(model).products == []
-    torch.testing.assert_close(model(x), want)
-
-
 def test_a_module_named_mul_is_no_product() -> None:
-    class Model(Parts):
-        def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.mul(x, self.act(x))
-            return y
-
-    model, x = Model(mul=model_of(lambda self, a, b: a - b), act=nn.Sigmoid()), torch.randn(3, 4)
-    want = model(x)
-    assert fusedtrain.convert(model).products == []
-    torch.testing.assert_close(model(x), want)
-
-
-def test_an_activation_with_another_use_is_called_there() -> None:
-    class Shared(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            gate, value = self.first(x).chunk(2, -1)
-            y: Tensor = self.last(self.act(gate) * value)
-            return self.act(y)
-
-    model, x = Shared(), TOKENS()
-    want = model(x)
-    report = fusedtrain.convert(model)
-    assert len(report.products) == 1
-    torch.testing.assert_close(model(x), want)
+    model = model_of(
+        lambda self, x: self.mul(x, self.act(x)), mul=model_of(lambda self, a, b: a - b),
+        act=nn.Sigmoid(),
+    )  # fmt: skip
+    assert outline(compared(model, tokens())) == ["act: module Sigmoid"]
 
 
 def test_shapes_are_settled_at_run_time() -> None:
@@ -242,20 +256,52 @@ def test_models(name: str) -> None:
     model = timm().create_model(name, num_classes=5, drop_path_rate=0.0).double()
     x = torch.randn(4, 3, 64, 64, dtype=torch.float64)
     expected = sum(type(m).__name__ in ("SqueezeExcite", "SEModule") for m in model.modules())
-    report = converted(model, x, 1e-6)
-    assert len(report.products) == expected > 0
+    assert len(compared(model, x, x, 1e-6, [True], copies=False).products) == expected > 0
 
 
-def test_two_activations_multiplied() -> None:
-    """The second is the gate, as in x * gate(s)."""
+class Whole(Parts):
+    """A model that torch.fx cannot trace, and that might call any part of it."""
 
-    class Two(Parts):
-        def forward(self, x: Tensor) -> Tensor:
-            x, y = self.first(x).chunk(2, -1)
-            return self.a(x) * self.b(y)
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = getattr(self, "mlp")(x) * float(len(x))  # noqa: B009
+        return output
 
-    model, x = Two(a=nn.SiLU(), b=nn.Tanh(), first=nn.Linear(8, 16)), TOKENS()
-    report = converted(model, x)
-    assert [p.activation for p in report.products] == ["Tanh"]
-    first, second = model.first(x).chunk(2, -1)
-    torch.testing.assert_close(model(x), T.silu(first) * torch.tanh(second))
+
+def test_a_gate_that_others_may_call_goes_on_working() -> None:
+    model, x = Whole(mlp=Gated(nn.SiLU())), tokens().float()
+    assert len(compared(model, x, x).products) == 1
+    fusedtrain.convert(model)
+    torch.testing.assert_close(model.mlp.act_fn(x), T.silu(x))
+    for twin in (model, pickle.loads(pickle.dumps(model))):
+        calls: list[int] = []
+        before = twin(x)
+        twin.mlp.act_fn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.testing.assert_close(twin(x), before)
+        assert calls == [1]
+    compiled = torch.compile(model.mlp, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model.mlp(x))
+
+
+def test_a_formula_as_a_gate_follows_its_module() -> None:
+    """T5's gate, in a forward that torch.fx cannot trace: a hook, or another class, is heeded."""
+    transformers()
+    from transformers.activations import NewGELUActivation
+
+    mlp = model_of(
+        lambda self, x: self.act(self.a(x)) * self.b(x),
+        a=nn.Linear(8, 8), b=nn.Linear(8, 8), act=NewGELUActivation(),
+    )  # fmt: skip
+    model, x = Whole(mlp=mlp), torch.randn(4, 8)
+    want = model(x)
+    assert len(fusedtrain.convert(model, x).products) == 1
+    torch.testing.assert_close(model(x), want)
+    handle = model.mlp.act.register_forward_hook(lambda *_: torch.zeros(()))
+    assert not model(x).any()
+    handle.remove()
+    ints = torch.arange(-4, 4).reshape(1, 8)
+    model.mlp.a = model.mlp.b = nn.Identity()
+    with pytest.warns(UserWarning, match=r"`a` of a Model.*revert"):
+        model(ints)
+    torch.testing.assert_close(model(ints), ints * NewGELUActivation()(ints))
+    model.mlp.act = nn.SiLU()
+    torch.testing.assert_close(model(x), x * nn.SiLU()(x) * 4)

@@ -131,6 +131,7 @@ def test_copies_are_fused_and_guarded(block: str, copied: Callable[[Any], nn.Mod
 
 
 HOOKED = {
+    "the block itself": ("Unit", ""),
     "a norm": ("Unit", "bn"), "an activation": ("Unit", "act"), "a drop": ("Dropped", "drop"),
     "a gate": ("Gate", "gate"), "a part that ends with a norm": ("Nested", "body"),
     "the last of such a part": ("Nested", "body.1"), "its norm": ("Nested", "body.1.1"),

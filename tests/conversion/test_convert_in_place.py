@@ -155,50 +155,56 @@ def test_convolutions_that_do_something_of_their_own() -> None:
     assert len(fusedtrain.convert(net, memory="inplace").overwriting) == 4
 
 
-class Follows(nn.Module):
-    """Something that may write over the output of a norm."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.conv, self.norm, self.last = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
-        self.how, self.next = how, nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1))
-        self.dropout, self.plain = nn.Dropout(0.5, inplace=True), nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        if self.how == "mul":
-            y *= 2.0
-        if self.how == "method":
-            y.clamp_(min=0.0)
-        if self.how == "function":
-            y = nn.functional.dropout(y, 0.5, True, True)
-        if self.how == "module":
-            y = self.dropout(y)
-        if self.how == "view":
-            y.view(-1).mul_(2.0)
-        if self.how == "behind a module that may hand it on":
-            y = self.plain(y)
-            y += 1.0
-        if self.how == "next layers":
-            return self.next(y) + y
-        if self.how == "nothing":
-            z = y + 1.0
-            z *= 2.0
-            z += y
-            return self.last(z)
-        return self.last(y)
+def method(self: Any, y: Tensor) -> Tensor:
+    y.clamp_(min=0.0)
+    return y
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["mul", "method", "function", "module", "view", "behind a module that may hand it on",
-     "next layers", "nothing"],
-)  # fmt: skip
+def multiplied(self: Any, y: Tensor) -> Tensor:
+    y *= 2.0
+    return y
+
+
+def of_a_view(self: Any, y: Tensor) -> Tensor:
+    y.view(-1).mul_(2.0)
+    return y
+
+
+def behind_a_module(self: Any, y: Tensor) -> Tensor:
+    y = self.plain(y)
+    y += 1.0
+    return y
+
+
+def of_another_value(self: Any, y: Tensor) -> Tensor:
+    z = y + 1.0
+    z *= 2.0
+    z += y
+    return z
+
+
+# Calls that may write over the output of a norm.
+FOLLOWS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "method": method, "operator": multiplied, "view": of_a_view,
+    "function": lambda self, y: nn.functional.dropout(y, 0.5, True, True),
+    "module": lambda self, y: self.dropout(y),
+    "behind a module that may hand it on": behind_a_module,
+    "next layers": lambda self, y: self.next(y) + y,
+    "another value": of_another_value,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", FOLLOWS)
 def test_outputs_that_are_written_over(how: str) -> None:
-    net = nn.Sequential(Follows(how), nn.Conv2d(4, 2, 1))
-    fine = how == "nothing"
+    part = model_of(
+        lambda self, x: self.last(FOLLOWS[how](self, self.norm(self.conv(x)))),
+        conv=nn.Conv2d(3, 4, 1), norm=nn.BatchNorm2d(4), last=nn.Conv2d(4, 4, 1),
+        next=nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1)),
+        dropout=nn.Dropout(0.5, inplace=True), plain=nn.Dropout(0.0),
+    )  # fmt: skip
+    net = nn.Sequential(part, nn.Conv2d(4, 2, 1))
     report = fusedtrain.convert(net, memory="inplace")
-    assert report.overwriting == (["0.norm"] if fine else [])
+    assert report.overwriting == (["0.norm"] if how == "another value" else [])
     net(torch.randn(2, 3, 5, 5)).sum().backward()
 
 

@@ -15,6 +15,7 @@ import fusedtrain
 from fusedtrain._graph.forward import rewritten_of
 from fusedtrain.conversion import _trials
 from helpers.folding import waken
+from helpers.models import timm
 
 QUANTIZATION_WARNS = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
@@ -160,6 +161,7 @@ def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- fold_frozen_norms ---
 
 
+@pytest.mark.parametrize("timms", [False, True], ids=["torch", "timm"])
 @pytest.mark.parametrize(
     "function",
     [
@@ -168,14 +170,21 @@ def test_nothing_is_off_by_inf_times(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda m: fusedtrain.drop_redundant_bias(m),
     ],
 )
-def test_folded_norms_say_how_to_undo_it(function: Callable[[nn.Module], Any]) -> None:
+def test_folded_norms_say_how_to_undo_it(function: Callable[[nn.Module], Any], timms: bool) -> None:
     """They were left since "its forward is patched"."""
-    model = small().eval()
-    fusedtrain.fold_frozen_norms(model)
+    model, x = small().eval(), example()
+    if timms:
+        model[1] = waken(timm().layers.BatchNormAct2d(8, apply_act=False))
+    expected = model(x)
+    fusedtrain.convert(model)
+    fusedtrain.revert(model)
+    assert len(fusedtrain.fold_frozen_norms(model)) == 1
     report = function(model)
     (left,) = (entry for entry in report.left if entry.name == "1")
     assert "fold_frozen_norms has changed its forward: fusedtrain.revert first" in left.reason
+    torch.testing.assert_close(model(x), expected)
     fusedtrain.revert(model)
+    assert torch.equal(model(x), expected)
     assert "1" not in [
         entry.name for entry in function(model.eval()).left if "fold" in entry.reason
     ]

@@ -14,7 +14,6 @@ import fusedtrain
 from fusedtrain import nn as fused_nn
 from helpers.conversion import left_of, output_and_gradients, small_linear
 from helpers.models import Parts, build, but_long
-from helpers.norm_models import make
 from helpers.processes import python
 
 # Model, what is converted in it, and the relative tolerance of float64 gradients: 1.7e-11 is the
@@ -100,27 +99,6 @@ def test_model_float32(name: str) -> None:
     assert difference(expected, output) < 5e-5
     total = torch.cat([gradient.flatten() for gradient in expected_gradients.values()])
     assert difference(total, torch.cat([g.flatten() for g in gradients.values()])) < 2e-4
-
-
-def test_script_of_a_converted_model() -> None:
-    model = make("torchvision ResNet, basic").eval()
-    fusedtrain.convert(model)
-    x = torch.randn(1, 3, 32, 32)
-    torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-
-
-@pytest.mark.parametrize("order", ["convert_first", "trace_first"])
-def test_fx(order: str) -> None:
-    stock = build("torchvision:mobilenet_v3_small").eval()
-    model = copy.deepcopy(stock)
-    if order == "convert_first":
-        assert fusedtrain.convert(model)
-        traced = torch.fx.symbolic_trace(model)
-    else:
-        traced = torch.fx.symbolic_trace(model)
-        assert fusedtrain.convert(traced)
-    x = torch.randn(1, 3, 32, 32)
-    torch.testing.assert_close(traced(x), stock(x))
 
 
 @pytest.mark.parametrize("kind", ["Mish", "GELU", "PReLU", "Hardswish"])

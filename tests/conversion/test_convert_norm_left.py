@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from fusedtrain._graph.modules import has_own_forward
-from helpers.conversion import Block, OwnNorm, image, kinds, left_of, small, snapshot
-from helpers.models import Parts
+from helpers.conversion import OwnNorm, compared, image, left_of, small, snapshot
+from helpers.models import Parts, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -161,38 +161,28 @@ def test_scripted_modules_stay() -> None:
     assert {entry.reason for entry in report.left} == {"scripted; convert before scripting"}
 
 
-def test_a_forward_that_takes_several_ways_keeps_it() -> None:
+def _joined(self: Any, x: Any) -> Tensor:
     """A question that torch.fx cannot ask at each call again."""
+    if isinstance(x, (list, tuple)):
+        x = torch.cat(x)
+    y: Tensor = self.act(self.bn(x))
+    return y
 
-    class Ways(Parts):
-        def forward(self, x: Any) -> Tensor:
-            if isinstance(x, (list, tuple)):
-                x = torch.cat(x)
-            y: Tensor = self.act(self.bn(x))
-            return y
 
-    model = Ways(bn=nn.BatchNorm2d(3), act=nn.SiLU())
+def _of_parts(self: Any, x: Any) -> Tensor:
+    """As torchvision's DenseNet asks: both ways are one new forward."""
+    parts = [x] if isinstance(x, Tensor) else x
+    y: Tensor = self.act(self.bn(torch.cat(parts)))
+    return y
+
+
+@pytest.mark.parametrize(("forward", "fused"), [(_joined, False), (_of_parts, True)])
+def test_asking_for_the_type_of_the_input(forward: Any, fused: bool) -> None:
+    model = model_of(forward, bn=nn.BatchNorm2d(3), act=nn.SiLU())
     stock = copy.deepcopy(model)
     report = fusedtrain.convert(model)
-    assert report.norms == []
-    assert "cannot be rewritten" in report.left[0].reason
-    assert not has_own_forward(model)
-    for x in (image(), [image(), image()], -image()):
-        torch.testing.assert_close(model(x), stock(x))
-
-
-def test_asking_whether_the_input_is_a_tensor() -> None:
-    """As torchvision's DenseNet does: both ways are one new forward."""
-
-    class Ways(Parts):
-        def forward(self, x: Any) -> Tensor:
-            parts = [x] if isinstance(x, Tensor) else x
-            y: Tensor = self.act(self.bn(torch.cat(parts)))
-            return y
-
-    model = Ways(bn=nn.BatchNorm2d(3), act=nn.SiLU())
-    stock = copy.deepcopy(model)
-    assert len(fusedtrain.convert(model).norms) == 1
+    assert len(report.norms) == has_own_forward(model) == fused
+    assert ("cannot be rewritten" in str(report)) != fused
     for x in (image(), [image(), image()], -image()):
         torch.testing.assert_close(model(x), stock(x))
 
@@ -236,77 +226,12 @@ def test_what_a_graph_does_not_tell_is_not_rewritten(name: str) -> None:
     assert not has_own_forward(model)
 
 
-def test_a_forward_that_stores_something_is_not_rewritten() -> None:
-    class Counting(Block):
-        count = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            return super().forward(x)
-
-    class Keeping(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outputs: list[Tensor] = []
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.outputs.append(super().forward(x))
-            return self.outputs[-1]
-
-    for model in (Counting(), Keeping()):
-        report = fusedtrain.convert(model)
-        assert kinds(report) == {"ReLU": 1} or not report.norms
-        assert not has_own_forward(model)
-        assert any("stores something" in entry.reason for entry in report.left)
-
-
-def test_tracing_leaves_no_trace() -> None:
-    class Storing(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outputs: list[Tensor] = []
-            self.count = 0
-            self.register_buffer("steps", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.count += 1
-            self.steps += 1
-            y = super().forward(x)
-            self.outputs.append(y)
-            self.last = y
-            return y
-
-    model = Storing()
-    before, names = snapshot(model), set(vars(model))
-    fusedtrain.convert(model)
-    assert (model.count, model.outputs, float(model.steps)) == (0, [], 0.0)
-    fusedtrain.revert(model)
-    assert set(vars(model)) == names
-    assert [entry[:2] for entry in snapshot(model)] == [entry[:2] for entry in before]
-
-
 def test_a_norm_that_two_forwards_call() -> None:
     """As in timm's hrnet, which calls the forward of a part."""
-
-    class Inner(nn.Module):
-        def __init__(self, norm: nn.Module) -> None:
-            super().__init__()
-            self.norm, self.act = norm, nn.ReLU()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.act(self.norm(x))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.relu = nn.BatchNorm2d(3), nn.ReLU()
-            self.inner = Inner(self.norm)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.relu(self.norm(self.inner(x)))
-
-    model, x = Outer(), torch.randn(2, 3, 4, 4)
-    want = copy.deepcopy(model)(x)
-    report = fusedtrain.convert(model)
+    norm = nn.BatchNorm2d(3)
+    inner = model_of(lambda self, x: self.act(self.norm(x)), norm=norm, act=nn.ReLU())
+    model = model_of(
+        lambda self, x: self.relu(self.norm(self.inner(x))), norm=norm, relu=nn.ReLU(), inner=inner
+    )
+    report = compared(model, torch.randn(2, 3, 4, 4))
     assert [left.reason for left in left_of(report)] == ["called 2 times"]
-    torch.testing.assert_close(model(x), want)

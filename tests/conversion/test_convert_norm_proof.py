@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain.conversion import _proof, _trials
+from fusedtrain.conversion._conversion import Conversion
 from fusedtrain.ops import batch_norm as _batch_norm, batch_norm_autograd as _autograd
 from helpers.conversion import Block, image, left_of, small, snapshot
 from helpers.norm_models import make
@@ -38,6 +39,23 @@ def _replace_forward(monkeypatch: pytest.MonkeyPatch, forward: Callable[..., Any
     monkeypatch.setattr(_batch_norm, "_cpp", None)
     for module in (_batch_norm, _autograd):
         monkeypatch.setattr(module, "_forward", forward)
+
+
+def test_finding_changes_nothing_and_right_swaps_are_installed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(Block(), nn.GELU(), nn.Conv2d(4, 4, 3, groups=4))
+    before, events = snapshot(model), list[tuple[str, bool]]()
+    for name in ("install", "uninstall"):
+        right = getattr(Conversion, name)
+
+        def noted(self: Any, name: str = name, right: Any = right) -> None:
+            events.append((name, snapshot(model) == before))
+            right(self)
+
+        monkeypatch.setattr(Conversion, name, noted)
+    assert fusedtrain.convert(model, image(channels=4)).norms
+    assert events == [("install", True)]
 
 
 def test_wrong_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,18 +241,13 @@ def test_gradients_alone_differ_a_little(monkeypatch: pytest.MonkeyPatch, always
     assert [reason.startswith("undone: the gradient of ") for reason in reasons] == [True] * always
 
 
-def test_example_of_every_form() -> None:
+def test_a_model_that_returns_more_than_tensors() -> None:
     class Named(Block):
         def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:  # type: ignore[override]
             return {"y": super().forward(x) * scale, "n": 3}
 
-    x = image(channels=4)
-    for example in ({"x": x, "scale": torch.ones(1)},):
-        assert fusedtrain.convert(Named(), example).proof is not None
-    for example in (x, (x,), [x]):  # type: ignore[assignment]
-        assert fusedtrain.convert(Block(), example).proof is not None
-    with pytest.raises(TypeError, match=r"example_inputs: expected a tensor, a tuple .* got int"):
-        fusedtrain.convert(Block(), 3)
+    example = {"x": image(channels=4), "scale": torch.ones(1)}
+    assert fusedtrain.convert(Named(), example).proof is not None
 
 
 def test_an_example_that_the_model_refuses_changes_nothing() -> None:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedtrain
-from fusedtrain._graph.modules import FORWARD
+from fusedtrain._graph.modules import FORWARD, has_own_forward
 from helpers.conversion import image, small, small_linear, snapshot
 from helpers.models import model_of
 
@@ -180,3 +181,36 @@ def test_idle_biases_are_those_that_drop_redundant_bias_takes() -> None:
     report = fusedtrain.convert(net)
     taken = [pair.conv for pair in fusedtrain.drop_redundant_bias(twin).folded]
     assert report.idle_biases == [name for name in taken if name != "10"] == ["0"]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), [2, 3, 8, 8], torch.Size([2, 3, 8, 8])])
+def test_a_shape_stands_for_random_numbers(shape: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(2)).bfloat16()
+    # `convert` takes back what a hook stores in a list.
+    note = Mock(return_value=None)
+    model.register_forward_pre_hook(note)
+    state = torch.get_rng_state()
+    report = fusedtrain.convert(model, shape)
+    seen = [call.args[1][0] for call in note.call_args_list]
+    assert report.proof is not None
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {tuple(x.shape) for x in seen} == {(2, 3, 8, 8)}
+    assert seen[0].dtype is torch.bfloat16
+    assert all(x.float().std() > 0.5 for x in seen)
+
+
+@pytest.mark.parametrize("example", [
+    ((2, 3, 8, 8), (2, 5)), [torch.Size([2, 3]), (2, 5)], (2, -3, 8, 8), lambda: ((2, 3), (4, 5)),
+])  # fmt: skip
+def test_what_may_be_shapes_or_arguments_is_refused(example: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU())
+    with pytest.raises(ValueError, match="example_inputs: "):
+        fusedtrain.convert(model, example)
+    assert not any(map(has_own_forward, model.modules()))
+
+
+def test_a_shape_is_no_token_ids() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.SiLU())
+    with pytest.raises(ValueError, match=r"example_inputs: the shape \(2, 7\).*look-up"):
+        fusedtrain.convert(model, (2, 7))
+    assert fusedtrain.convert(model, lambda: torch.randint(9, (2, 7))).proof is not None

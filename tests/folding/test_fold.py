@@ -8,8 +8,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.optimization import fuse as fx_fuse
-from torch.nn.utils import fusion
 
 import fusedtrain
 from helpers.folding import CONVS, assert_folds, channels, difference, waken
@@ -53,16 +51,11 @@ def test_16_bit_convolution_with_float32_norm(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows", [5, 6])
 def test_linear_on_three_dimensions_is_left(rows: int) -> None:
-    """B5 (b): with as many rows as features fx.fuse folds the wrong axis (pytorch/ao#4116)."""
+    """With as many rows as features the wrong axis would fit."""
     model = waken(nn.Sequential(nn.Linear(6, rows), nn.BatchNorm1d(6)))
-    x = torch.randn(3, 6, 6)
-    if rows == 6:
-        _, report = fusedtrain.fold_conv_bn(model, x)
-        assert "has 3 dimensions" in report.left[0].reason
-        with torch.no_grad():
-            assert difference(fx_fuse(model)(x), model(x)) > 0.05
-    else:
-        assert "5 channels" in fusedtrain.fold_conv_bn(model, x)[1].left[0].reason
+    _, report = fusedtrain.fold_conv_bn(model, torch.randn(3, 6, 6))
+    reason = "has 3 dimensions" if rows == 6 else "5 channels"
+    assert reason in report.left[0].reason
 
 
 def test_linear_needs_to_be_known_as_flat() -> None:
@@ -74,48 +67,6 @@ def test_linear_needs_to_be_known_as_flat() -> None:
     folded, _ = fusedtrain.fold_conv_bn(model, torch.randn(4, 6))
     with pytest.raises(RuntimeError, match="made for inputs of 2 dimensions, not 3"):
         folded(torch.randn(3, 6, 6))
-
-
-def test_linear_without_affine() -> None:
-    """B5 (c): torch.nn.utils.fusion fails."""
-    linear, norm = nn.Linear(4, 6).eval(), nn.BatchNorm1d(6, affine=False).eval()
-    with pytest.raises(TypeError):
-        fusion.fuse_linear_bn_eval(linear, norm)
-    assert_folds(waken(nn.Sequential(linear, norm)).double(), torch.randn(3, 4).double())
-
-
-def test_grouped_transposed() -> None:
-    """B5 (d): torch.nn.utils.fusion fails, or makes a weight of another shape (pytorch#180995)."""
-    norm = nn.BatchNorm2d(4).eval()
-    with pytest.raises(RuntimeError):
-        fusion.fuse_conv_bn_eval(nn.ConvTranspose2d(4, 4, 3, groups=2).eval(), norm, transpose=True)
-    depthwise = nn.ConvTranspose2d(4, 4, 3, groups=4).eval()
-    assert fusion.fuse_conv_bn_eval(depthwise, norm, transpose=True).weight.shape == (4, 4, 3, 3)
-    assert_folds(waken(nn.Sequential(depthwise, norm)).double(), torch.randn(2, 4, 5, 5).double())
-
-
-def test_new_bias_requires_a_gradient() -> None:
-    """B5 (e)."""
-    conv, norm = nn.Conv2d(4, 4, 1, bias=False).eval(), nn.BatchNorm2d(4).eval()
-    assert not fusion.fuse_conv_bn_eval(conv, norm).bias.requires_grad
-    folded, _ = fusedtrain.fold_conv_bn(nn.Sequential(conv, norm))
-    assert folded[0].bias.requires_grad
-
-
-def test_zero_gamma() -> None:
-    """B5 (f): torch.ao's quantisation-aware ConvBn2d divides by gamma."""
-    from torch.ao.nn.intrinsic.qat import ConvBn2d
-    from torch.ao.quantization import default_qconfig
-
-    x = torch.randn(2, 4, 5, 5)
-    rival = ConvBn2d(4, 4, 1, qconfig=default_qconfig)
-    with torch.no_grad():
-        rival.bn.weight.zero_()
-        assert rival(x).isnan().any()
-        model = waken(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)))
-        model[1].weight.zero_()
-        folded, _ = fusedtrain.fold_conv_bn(model, x)
-        assert torch.equal(folded(x), model(x))
 
 
 BEFORE: dict[str, tuple[nn.Module, str]] = {

@@ -9,9 +9,8 @@ import re
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.optimization import fuse as fx_fuse
 from torch.nn import functional as F
-from torch.nn.utils import fusion, parametrize, weight_norm
+from torch.nn.utils import parametrize, weight_norm
 
 import fusedtrain
 from helpers.conversion import Doubled, OwnNorm
@@ -39,7 +38,6 @@ class ReluBetween(ByNames):
 
 
 def test_not_through_an_activation() -> None:
-    """mmcv.fuse_conv_bn takes neighbours by declaration: it folds conv -> relu -> norm, too."""
     model = ReluBetween(conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4), act=nn.ReLU())
     x = torch.randn(2, 4, 5, 5)
     folded, report = fusedtrain.fold_conv_bn(waken(model), x)
@@ -47,20 +45,15 @@ def test_not_through_an_activation() -> None:
     assert "the output of ReLU" in report.left[0].reason
     with torch.no_grad():
         assert difference(folded(x), model(x)) < 1e-6
-        wrong = fusion.fuse_conv_bn_eval(model.conv, model.norm)
-        assert difference(F.relu(wrong(x)), model(x)) > 0.1  # what folding here would do
 
 
 def test_a_convolution_called_twice_is_left() -> None:
-    """B5 (a): fx.fuse folds the shared weight (pytorch#104593)."""
     model = waken(Twice(conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4)))
     x = torch.randn(2, 4, 5, 5)
     folded, report = fusedtrain.fold_conv_bn(model, x)
     assert report.left[0].reason == "conv is called 2 times"
     with torch.no_grad():
-        expected = model(x)
-        assert torch.equal(folded(x), expected)
-        assert difference(fx_fuse(model)(x), expected) > 0.05
+        assert torch.equal(folded(x), model(x))
 
 
 class NormTwice(ByNames):
@@ -68,18 +61,9 @@ class NormTwice(ByNames):
         return self.norm(self.b(self.norm(self.a(x))))
 
 
-class OutputTwice(ByNames):
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.conv(x)
-        return self.norm(y) + y
-
-
-def test_uses_elsewhere() -> None:
+def test_a_norm_called_twice_is_left() -> None:
     model = waken(NormTwice(a=nn.Conv2d(4, 4, 1), b=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4)))
     assert fusedtrain.fold_conv_bn(model)[1].left[0].reason == "called 2 times"
-    model = waken(OutputTwice(conv=nn.Conv2d(4, 4, 1), norm=nn.BatchNorm2d(4)))
-    report = fusedtrain.fold_conv_bn(model)[1]
-    assert report.left[0].reason == "the output of conv is used elsewhere, too"
 
 
 def test_shared_block_is_folded_once() -> None:
@@ -90,7 +74,6 @@ def test_shared_block_is_folded_once() -> None:
 
 
 def test_functional_batch_norm() -> None:
-    """fx.fuse has no pattern for it (pytorch#122070)."""
     model = waken(nn.Sequential(Functional())).double()
     x = torch.randn(2, 4, 6, 6).double()
     folded, report = fusedtrain.fold_conv_bn(model, x)

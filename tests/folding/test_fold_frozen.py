@@ -169,36 +169,6 @@ def test_linear_on_three_dimensions_stays() -> None:
         assert_same_gradients(tuned, model, torch.randn(shape).double(), 1e-12)
 
 
-def by_inductor(model: nn.Module, x: Tensor) -> Tensor:
-    """Inductor's tune mode, which is off by default."""
-    torch.compiler.reset()
-    with torch._inductor.config.patch(efficient_conv_bn_eval_fx_passes=True):
-        y: Tensor = torch.compile(model)(x)
-    return y
-
-
-@pytest.mark.slow
-def test_linear_on_three_dimensions_beside_inductor() -> None:
-    """B5 (b): Inductor's efficient_conv_bn_eval folds the wrong axis without a word."""
-    model = waken(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)))
-    x = torch.randn(3, 6, 5)
-    expected = model(x)
-    assert difference(by_inductor(model, x), expected) > 0.05
-    fusedtrain.fold_frozen_norms(model)
-    assert difference(model(x), expected) < 1e-6
-
-
-def test_grouped_transposed_beside_inductor() -> None:
-    """B5 (d): Inductor's efficient_conv_bn_eval fails."""
-    model = waken(nn.Sequential(nn.ConvTranspose2d(4, 6, 3, groups=2), nn.BatchNorm2d(6)))
-    x = torch.randn(2, 4, 5, 5)
-    expected = model(x)
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="broadcast"):
-        by_inductor(model, x)
-    assert len(fusedtrain.fold_frozen_norms(model)) == 1
-    assert difference(model(x), expected) < 1e-5
-
-
 def test_copies_pickles_and_compiles() -> None:
     model = waken(nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6), nn.ReLU()))
     fusedtrain.fold_frozen_norms(model)

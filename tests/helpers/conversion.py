@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +51,66 @@ class Calls(nn.Module):
         return self.after(self, self.bn(self.conv(x)))
 
 
+def outline(report: fusedtrain.ConversionReport) -> list[str]:
+    """Everything that was fused: `bn: norm add + ReLU`, `product SiLU` in the root's forward."""
+    units: list[tuple[str, str, tuple[str, ...]]] = [
+        *((n.name, "norm", n.parts) for n in report.norms),
+        *((p.name, "product", (p.activation,)) for p in report.products),
+        *((b.name, "branch", b.parts) for b in report.branches),
+        *((c.name, "call", (c.activation,)) for c in report.calls),
+        *((c.name, "module", (c.target.rpartition(".")[2],)) for c in report.converted),
+    ]
+    return [f"{name}: " * bool(name) + f"{kind} {' + '.join(parts)}" for name, kind, parts in units]
+
+
+def reasons(report: fusedtrain.ConversionReport) -> list[str]:
+    """Everything that was left: `1: excluded`; only the reason in the root's forward."""
+    left = (*report.left, *report.left_calls, *report.left_products)
+    return [f"{entry.name}: " * bool(entry.name) + entry.reason for entry in left]
+
+
+def compared(
+    model: nn.Module,
+    x: Tensor,
+    example: Any = None,
+    tolerance: float = 1e-5,
+    modes: Sequence[bool] = (True, False),
+    copies: bool = True,
+    **options: Any,
+) -> fusedtrain.ConversionReport:
+    """The report of a conversion. The model, and copies of it, have the results of the stock model
+    in each mode of training; a second conversion finds nothing, and revert leaves nothing.
+
+    `copies`: False for large models. Pickles are compared where the stock model has one.
+    """
+    stock = copy.deepcopy(model)
+    keys, training = list(model.state_dict()), [m.training for m in model.modules()]
+    report = fusedtrain.convert(model, example, **options)
+    assert list(model.state_dict()) == keys
+    assert [m.training for m in model.modules()] == training
+    twins = [model, *([copy.deepcopy(model)] if copies else [])]
+    try:
+        if copies and pickle.dumps(stock):
+            twins.append(pickle.loads(pickle.dumps(model)))
+    except (pickle.PicklingError, AttributeError):  # a class or function without a name
+        with pytest.raises((pickle.PicklingError, AttributeError)):
+            pickle.dumps(stock)
+    expected = [results(stock.train(mode), x) for mode in modes]
+    for twin in twins:
+        for mode, wanted in zip(modes, expected):
+            assert_same(results(twin.train(mode), x), wanted, tolerance)
+    memory = options.get("memory", "store")
+    again = fusedtrain.convert(model, memory=memory, exclude=options.get("exclude", ()))
+    assert (len(again), outline(again)) == (0, [])
+    assert bool(fusedtrain.revert(model)) == bool(outline(report) or memory == "recompute")
+    assert _kinds(model) == _kinds(stock)
+    return report
+
+
+def _kinds(model: nn.Module) -> list[tuple[str, type, list[str]]]:
+    return [(name, type(m), sorted(vars(m))) for name, m in model.named_modules()]
+
+
 def left_of(report: fusedtrain.ConversionReport) -> list[Unchanged]:
     """The modules that stay for another reason than that they would gain nothing."""
     return [left for left in report.left if not left.reason.startswith("gains nothing: ")]
@@ -63,7 +126,7 @@ def image(size: int = 8, channels: int = 3, **options: Any) -> Tensor:
 
 
 def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Outputs, gradients and buffers of a forward and backward."""
+    """Outputs, gradients and buffers of a forward and backward, and the next random numbers."""
     torch.manual_seed(7)
     model.zero_grad()
     x = x.clone().requires_grad_(x.is_floating_point())
@@ -73,10 +136,11 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     assert isinstance(loss, Tensor)
     loss.backward()
     named = {f"output {i}": leaf.detach() for i, leaf in enumerate(leaves)}
+    named["random numbers"] = torch.rand(3)
     assert x.grad is not None
     named["gradient of the input"] = x.grad
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    largest = max(float(g.norm()) for g in gradients.values())
+    largest = max((float(g.norm()) for g in gradients.values()), default=0.0)
     for name, gradient in gradients.items():
         # A bias before a batch norm has a gradient of rounding.
         if float(gradient.norm()) > 1e-3 * largest:
