@@ -20,11 +20,6 @@ LONGEST = 450  # lines of a file
 VAGUE = {"found", "told", "own", "here", "apart", "given"}
 PICKLED = {"fusedtrain/folding/_bias.py": "own"}  # a file's attribute that keeps its name
 _OPENING = re.compile(r"(What|Of|Which|Those|Who|By|Gives)\b")
-# The words By and Gives are no law yet in these folders.
-_LATER = re.compile(r"(By|Gives)\b")
-LATER = tuple(
-    f"fusedtrain/{name}/" for name in ("_graph", "advisor", "apex", "conversion", "folding")
-)
 # A device that is compared with a literal, or looked up in one.
 SWITCH = (
     r"\.is_cuda|\.is_cpu\b|device\.type\s*([!=]=|(not )?in [(\[{])|"
@@ -96,8 +91,7 @@ def forbid_openings(path: Path) -> None:
         match = re.search(rf'(?:^|\s){mark}\s?(.*)|^\s*"""(.*)', line)
         alone = line.lstrip().startswith(mark)
         text = (match[1] or match[2] or "") if match and not (alone and goes_on) else ""
-        later = name_of(path).startswith(LATER) and _LATER.match(text)
-        if _OPENING.match(text) and not later:
+        if _OPENING.match(text):
             broken(path, number, f"begins without its subject: {text[:60]}")
         goes_on = alone
 

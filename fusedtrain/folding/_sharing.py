@@ -155,7 +155,7 @@ class Sharing:
         self._modules: dict[int, list[tuple[_Code, Mention, bool]]] = {}
         self._tensors: dict[int, list[_Code]] = {}
         self._whole: list[tuple[_Code, nn.Module]] = []  # .parameters() and the like
-        # By name: a parameter of some module within this one.
+        # Names of parameters of some module within this one.
         self._unknown: dict[str, list[tuple[_Code, nn.Module]]] = {}
         for code in self._code():
             for mention in code.mentions:

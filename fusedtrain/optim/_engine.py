@@ -46,7 +46,7 @@ class FusedOptimizer(Checkpoints):
     # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
     _step_supports_amp_scaling = True
 
-    # By the id of a master weight in `param_groups`, the model's 16-bit parameter, which the step
+    # The 16-bit parameter of each master in `param_groups`, by the id of the master, which the step
     # writes too. Scripts may write to such masters.
     _low_precision = MappingProxyType({})
     grad_scale: Tensor  # only during a step of a GradScaler

@@ -6,7 +6,7 @@ Each line has a name and words that are in the programs. The mend of a defect ta
 from __future__ import annotations
 
 KNOWN: list[tuple[str, tuple[str, ...]]] = [
-    # By decision LAMB counts steps by parameter, timm's by group: see its docstring.
+    # LAMB counts, by decision, steps by parameter, timm's by group: see its docstring.
     ("LAMB", ("fusedtrain.optim.LAMB(", "optimizer.zero_grad(")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give({")),
     ("LAMB", ("fusedtrain.optim.LAMB(", "give(range")),

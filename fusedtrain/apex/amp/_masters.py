@@ -17,7 +17,7 @@ from ...reference.split_weights import follow
 _DEVICE = attrgetter("device")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-# By 16-bit parameter its master, for state dicts of the model.
+# Masters of 16-bit parameters, for state dicts of the model.
 _master_of: Any = WeakTensorKeyDictionary()
 _loaded: Any = WeakTensorKeyDictionary()  # parameters whose master a checkpoint has set
 
