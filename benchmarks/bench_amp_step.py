@@ -7,7 +7,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -15,24 +15,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness import steps
+from benchmarks.harness import ops
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Prepare, Race, copy_buffers
+from benchmarks.harness.race import Prepare, Race
 from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
-from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, TORCHAO, Contestant, does
+from benchmarks.harness.steps import import_module
 from benchmarks.harness.tables import STRONGEST, Column, Report, counted, pair, size_text
-from fusedtrain.advisor.bench.amp_step import parameters
+from fusedtrain.advisor.bench import amp_step, copies_of, steps
+from fusedtrain.advisor.bench.amp_step import copied
 from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.advisor.bench.steps import (
+    CODED,
+    DEEPSPEED,
+    JOBS,
+    KINDS,
+    LR,
+    RULES,
+    TORCHAO,
+    Contestant,
+    does,
+    parameters,
+)
 
 FAMILY = "amp_step"
 # On the CPU the largest takes 13 to 20 GB and a minute a row: only by --model.
 CPU_MODELS = MODELS[:-1]
 ALL_JOBS = ("adamw", "sgd")  # the others: "check", unless --full
 SMALL_NETS = ("efficientnet_b0", "resnet50")  # for all optimizers but AdamW
-LR = 1e-6  # what is timed does not depend on it, and thousands of steps leave the weights sane
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,9 @@ def _entrants(op: str, kind: str, job: str, device: str) -> list[str]:
     """Contestants to be timed: they passed the gate, and ours must."""
 
     def gate(who: str, name: str) -> None:
-        steps.check(who, op, job, KINDS[kind], device)
+        amp_step.check(who, op, job, KINDS[kind], device)
 
+    import_module(RULES[op].theirs.rpartition(".")[0])
     names = ["fusedtrain", *steps.rivals(op, KINDS[kind], device)]
     # A peer that is installed and does not build is no reason to lose the row.
     where, peers = f"{op} {job} {kind} on {device}", (DEEPSPEED, *CODED)
@@ -155,9 +167,10 @@ def test_amp_step(race: Race, case: Case) -> None:
     calls: dict[str, Call] = {who: c.call for who, c in contestants.items()}
     numel = sum(p.numel() for p in tensors[0])
     moved = numel * steps.bytes_per_parameter(case.op, case.job, kind)
-    source, target = copy_buffers(moved, race.device)
-    calls["copy"] = lambda: target.copy_(source)
-    samples = race.samples(calls, _prepare(case, tensors[1]))
+    source = copied(moved, race.device)
+    samples = race.samples(
+        {**calls, **copies_of(source, in_place=True)}, _prepare(case, tensors[1])
+    )
     counts = _counts(race, {who: calls[who] for who in entrants})
     del contestants, calls
     race.finish(
@@ -179,34 +192,8 @@ def test_amp_step(race: Race, case: Case) -> None:
 # --- report ---
 
 
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{row.model} {row.dtype}  {row.op} {row['job']}" for row in rows]
-    best = [row.strongest() for row in rows]
-
-    def percent(row: Row, who: str | None) -> float | None:
-        return 100 * row["gb_per_s"][who] / row["gb_per_s"]["copy"] if who else None
-
-    return [
-        [
-            Panel(
-                f"strongest rival's {FASTER}",
-                groups,
-                {"fusedtrain": [row.ratio[who] if who else None for row, who in zip(rows, best)]},
-                text=lambda _, group, ratio: f"{ratio:.2f} {best[group]}",
-                line=1,
-            ),
-            Panel(
-                "least bytes / time, percent of the bandwidth of a copy",
-                groups,
-                {
-                    "fusedtrain": [percent(row, "fusedtrain") for row in rows],
-                    "strongest": [percent(row, who) for row, who in zip(rows, best)],
-                },
-                text=lambda _, group, share: f"{share:.0f}",
-                line=100,
-            ),
-        ]
-    ]
+def _label(row: Row) -> str:
+    return f"{row.op} {row['job']} {row.dtype} {row.model}"
 
 
 REPORT = Report(
@@ -227,7 +214,7 @@ REPORT = Report(
         MODELS.index(row.model), list(KINDS).index(row.dtype), list(RULES).index(row.op),
         list(JOBS).index(row["job"]),
     ),
-    label=lambda row: f"{row.op} {row['job']} {row.dtype} {row.model}",
+    label=_label,
     legend=lambda rows: (
         "Each job does what those before it do: step; check: GradScaler's unscaling and check for "
         "infs; clip: the norm of all gradients; ema: averaged weights; zero: gradients. B/param: "
@@ -237,6 +224,6 @@ REPORT = Report(
         "fusedtrain / the strongest rival. vs: the rival's time / fusedtrain's, above 1 fusedtrain "
         "is faster."
     ),
-    panels=_panels,
+    panels=ops.speed_ups(_label),
     chosen_by=("dtype",),
 )  # fmt: skip

@@ -6,19 +6,18 @@ own, on gradients that are restored before every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
-from benchmarks.harness import apex
+from benchmarks.harness import apex, ops
 from benchmarks.harness.apex import INSIDE, JOBS, OWN, RIVALS, RULES, Data
 from benchmarks.harness.cases import Options
-from benchmarks.harness.chart import Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Race, copy_buffers
+from benchmarks.harness.race import Race
 from benchmarks.harness.rows import Row, medians
 from benchmarks.harness.shapes import MODELS, count, shapes
 from benchmarks.harness.tables import (
@@ -30,7 +29,10 @@ from benchmarks.harness.tables import (
     ratio_text,
     size_text,
 )
+from fusedtrain.advisor.bench import copies_of
+from fusedtrain.advisor.bench.amp_step import copied
 from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.advisor.bench.steps import LR
 from fusedtrain.apex.amp._functions import switch_autocast
 
 FAMILY = "apex"
@@ -38,7 +40,6 @@ NETWORKS = ("resnet50", "efficientnet_b0")
 SCRIPTS = (("O2", "FusedSGD"), ("O1", "FusedAdam"))
 MORE = (("O1", "FusedSGD"), ("O2", "FusedAdam"))  # with --full
 KINDS = {"O1": "float32", "O2": "float16+float32"}  # of the model
-LR = 1e-6  # what is timed does not depend on it, and thousands of steps leave the weights sane
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,8 @@ def test_apex(race: Race, case: Case) -> None:
         return
     of = shapes(case.model)
     moved = apex.bytes_moved(case.level, RULES[case.rule], of)
-    source, target = copy_buffers(moved, device)
-    copy: dict[str, Call] = {"copy": lambda: target.copy_(source)}
+    source = copied(moved, device)
+    copy = copies_of(source, in_place=True)
     samples, counts = _race(race, case, entrants, _tensors(case.model, device), copy)
     host, _ = _race(race.host(), case, entrants, _tensors(case.model, device, tiny=True), {})
     race.finish(
@@ -156,7 +157,6 @@ def test_apex(race: Race, case: Case) -> None:
 
 PROMISE = 0.05  # by Apex's calls a step takes at most so much longer than fusedtrain's own
 LISTED = ("fusedtrain", OWN, *RIVALS)  # side by side; INSIDE has a column of its own
-LABELS = {"fusedtrain": "Apex's calls", OWN: "own step", INSIDE: "own, max_grad_norm"}
 
 
 def _each(values: Mapping[str, Any], form: str, unit: float = 1) -> str:
@@ -186,29 +186,8 @@ def _means(row: Row) -> dict[str, float]:
     return {**ratios, "Apex's calls / own step": 1 / row.ratio[OWN]}
 
 
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{row.model}\n{row.op} {row['job']}" for row in rows]
-
-    def panel(label: str, values: list[Mapping[str, float]], unit: float, form: str) -> Panel:
-        def text(who: str, group: int, value: float) -> str:
-            share = value * unit / values[group]["fusedtrain"]
-            return f"{value:{form}}" + (f"  ({share:.2f}x)" if who != LABELS["fusedtrain"] else "")
-
-        series = {
-            LABELS.get(who, who): [v[who] / unit if who in v else None for v in values]
-            for who in ("fusedtrain", OWN, INSIDE, *RIVALS)
-            if any(who in v for v in values)
-        }
-        return Panel(label, groups, series, text=text)
-
-    step = "ms a step, loss to next forward, without backward\n(in brackets: over Apex's calls')"
-    host = "us a step on one element a tensor: everything that is not memory"
-    return [
-        [
-            panel(step, [row.ns for row in rows], 1e6, ".3g"),
-            panel(host, [row["host_ns"] for row in rows], 1e3, ".0f"),
-        ]
-    ]
+def _label(row: Row) -> str:
+    return f"{row.model} {row.op} {row['job']}"
 
 
 LEGEND = (
@@ -237,9 +216,9 @@ REPORT = Report(
         Column("vs max_grad_norm", ratio_text(INSIDE)),
     ),
     key=lambda row: (MODELS.index(row.model), row.op, list(JOBS).index(row["job"])),
-    label=lambda row: f"{row.model} {row.op} {row['job']}",
+    label=_label,
     legend=lambda rows: LEGEND,
-    panels=_panels,
+    panels=ops.speed_ups(_label, RIVALS),
     loses_to=_loses_to,
     means=_means,
 )

@@ -6,7 +6,6 @@ one test, each with a copy of the same network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -14,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import networks
+from benchmarks.harness import networks, ops
 from benchmarks.harness.cases import LAYOUTS, Options
-from benchmarks.harness.chart import FASTER, Panel, bars
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.networks import JOBS, Contestant, NetworkCase as Case, Setup
 from benchmarks.harness.race import Race, in_graph
@@ -157,18 +155,8 @@ def _in_graph(row: Row) -> str:
     return " / ".join(f"{ms:.4g}" for ms in times) if all(times) else ""
 
 
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{JOBS[row['job']]}\n{_name(row)}" for row in rows]
-    ratios = bars(rows, ("eager", "compile"), lambda row, who: row.ratio.get(who))
-    saved = bars(
-        rows, ("eager", "fusedtrain"), lambda row, who: row["saved"].get(who, 0) / 1e6 or None
-    )
-    return [
-        [
-            Panel(f"rival's {FASTER}", groups, ratios, line=1),
-            Panel("saved for backward, MB", groups, saved, text=lambda w, g, mb: f"{mb:.0f}"),
-        ]
-    ]
+def _label(row: Row) -> str:
+    return f"{row['job']} {_name(row)}"
 
 
 REPORT = Report(
@@ -184,7 +172,7 @@ REPORT = Report(
         Column("fusedtrain", lambda row: row["note"], left=True),
     ),
     key=lambda row: list(JOBS).index(row["job"]),
-    label=lambda row: f"{row['job']} {_name(row)}",
+    label=_label,
     legend=lambda rows: (
         "Training steps are forward, backward and the optimizer: fusedtrain's, torch's fused one "
         "for the rivals. inference: no_grad; compile: with freezing. graph ms: the step as a "
@@ -192,5 +180,5 @@ REPORT = Report(
         "the rival's time / fusedtrain's, above 1 fusedtrain is faster. fusedtrain: what it "
         "changed."
     ),
-    panels=_panels,
+    panels=ops.speed_ups(_label),
 )

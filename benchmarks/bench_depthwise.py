@@ -7,25 +7,30 @@ contestants and gate are in fusedtrain.advisor.bench.depthwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from statistics import geometric_mean
+from dataclasses import replace
 
 import torch
 
 from benchmarks.harness import ops
-from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
-from benchmarks.harness.chart import FASTER, Panel
-from benchmarks.harness.guards import refuse_the_reference
-from benchmarks.harness.race import PASSES, Race
-from benchmarks.harness.rows import Row
+from benchmarks.harness.cases import (
+    LAYOUTS,
+    PASSES,
+    Case,
+    Options,
+    Work,
+    dtype_name,
+    joined,
+)
+from benchmarks.harness.race import Race
+from fusedtrain._text import shape_text
 from fusedtrain.advisor.bench import Contest
 from fusedtrain.advisor.bench.depthwise import Layer, contest
 from fusedtrain.ops import depthwise
 
 FAMILY = "depthwise"
 OP = "depthwise_conv"
+_PLAIN = ops.report(FAMILY)
+REPORT = replace(_PLAIN, panels=ops.speed_ups(_PLAIN.label))
 BATCH = {"cpu": 8, "cuda": 64}
 CUDA_GATE = 4  # images that the gate looks at: the CPU computes them in float64
 DTYPES = {
@@ -53,61 +58,25 @@ LAYERS = tuple(layer for layers in NETWORKS.values() for layer in layers)
 QUICK = (Layer(16, 28, 3, 2),)
 
 
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    """Geometric means by network, the layouts side by side. Bars of all layers would be 130."""
-    parts: dict[str, dict[str, list[Row]]] = {}
-    for row in rows:
-        if "eager" in row.ratio:
-            parts.setdefault(row.dtype, {}).setdefault(row.layout, []).append(row)
-    return [[_means(part[name]) for name in LAYOUTS if name in part] for part in parts.values()]
+def _contest(work: Work, layer: Layer, batch: int, layout: str) -> Contest:
+    if work.device == "cpu":
+        return contest(work, layer, batch, layout)
+    depthwise._EVERYWHERE = True  # where torch's kernels run until ours are measured
+    return contest(work, layer, batch, layout, CUDA_GATE)
 
 
-def _means(rows: Sequence[Row]) -> Panel:
-    def size(row: Row) -> tuple[str, int, int]:
-        return row.op, *row["shape"][1:3]
-
-    sizes = {
-        name: {(layer.name, layer.channels, layer.side) for layer in layers}
-        for name, layers in NETWORKS.items()
-    } | {"all layers": set(map(size, rows))}
-
-    def mean(network: str, pass_name: str) -> float | None:
-        of_pass = [row for row in rows if row["pass"] == pass_name]
-        ratios = [row.ratio["eager"] for row in of_pass if size(row) in sizes[network]]
-        return geometric_mean(ratios) if ratios else None
-
-    return Panel(
-        f"eager {FASTER}",
-        [*sizes],
-        {p: [mean(name, p) for name in sizes] for p in PASSES},
-        f"{rows[0].layout}: geometric means of each network's layers, {rows[0].dtype}",
-        line=1,
-    )
+def _row(
+    layer: Layer, batch: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
+) -> Case:
+    shape = (batch, layer.channels, *[layer.side] * layer.dims)
+    window = f"k{layer.kernel}s{layer.stride}"
+    return Case(
+        joined(window, part, dtype_name(dtype), layout, shape_text(shape)), OP, part, dtype, shape,
+        _contest, (layer, batch, layout), layer.name, layout, compiled=compiled,
+    )  # fmt: skip
 
 
-REPORT = replace(ops.report(FAMILY), panels=_panels)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    layer: Layer
-    batch: int
-    dtype: torch.dtype
-    layout: str
-    pass_name: str
-    compiled: bool
-    op: str = OP
-
-    def __str__(self) -> str:
-        layer = self.layer
-        size = f"{self.batch}x{layer.channels}" + f"x{layer.side}" * layer.dims
-        window = f"k{layer.kernel}s{layer.stride}"
-        return "-".join((window, self.pass_name, dtype_name(self.dtype), self.layout, size))
-
-
-FIRST = [Case(Layer(144, 56, 3), 256, torch.bfloat16, name, PASSES[2], False) for name in LAYOUTS]
+FIRST = [_row(Layer(144, 56, 3), 256, torch.bfloat16, name, PASSES[2]) for name in LAYOUTS]
 
 
 def select(options: Options) -> list[Case]:
@@ -118,41 +87,17 @@ def select(options: Options) -> list[Case]:
     dtypes = DTYPES[options.device]
     compiled = options.compiled and not options.quick
     return [
-        Case(
-            layer, BATCH[options.device], dtype, layout, pass_name,
+        _row(
+            layer, BATCH[options.device], dtype, layout, part,
             compiled and (options.full or dtype == dtypes[0]),
         )
         for dtype in (dtypes[:1] if options.quick else dtypes)
         for layer in (QUICK if options.quick else LAYERS)
         for layout in (LAYOUTS if layer.dims == 2 else ("contiguous",))
-        for pass_name in PASSES
+        for part in PASSES
     ]  # fmt: skip
-
-
-@lru_cache(maxsize=1)
-def _contest(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, with_compile: bool
-) -> Contest:
-    """All passes."""
-    gate = 0
-    if device != "cpu":  # where torch's kernels run until ours are measured
-        depthwise._EVERYWHERE = True
-        gate = CUDA_GATE
-    return contest(Work(device, dtype, compiled=with_compile), layer, batch, layout, gate)
 
 
 def test_depthwise(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference(OP, race.device)
-    layer, dtype, layout = case.layer, case.dtype, case.layout
-    made = _contest(layer, case.batch, dtype, layout, race.device, case.compiled)
-    x = made.source
-    race.match(
-        made,
-        case.pass_name,
-        f"{layer.name}, {dtype_name(dtype)}, {layout}, {list(x.shape)}",
-        family=FAMILY,
-        op=layer.name,
-        shape=list(x.shape),
-        layout=layout,
-    )
+    race.op(FAMILY, case, kernel=OP)

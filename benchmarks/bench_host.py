@@ -16,14 +16,13 @@ import torch.nn.functional as T
 from torch import nn
 
 import fusedtrain
-from benchmarks.harness import calls, networks, steps
+from benchmarks.harness import calls, networks, ops
 from benchmarks.harness.cases import LAYOUTS, Options
-from benchmarks.harness.chart import FASTER, Panel
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race, in_graph
 from benchmarks.harness.rows import Row
 from benchmarks.harness.tables import Column, Limits, Report, counted, interval_text, pair
-from fusedtrain.advisor.bench.amp_step import parameters
+from fusedtrain.advisor.bench import amp_step, steps
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "host"
@@ -34,7 +33,6 @@ NETWORKS = ("resnet50", "efficientnet_b0")
 # At batch 1 the last stage has one value a channel, which torch refuses in training.
 BATCH, PIXELS = 2, 32
 GATE_BATCH, GATE_PIXELS = 4, 64
-LR = 1e-6
 TARGETS = {"step": 0.6, "train": 0.95}  # of other kinds of rows than `calls.CALLS`
 
 
@@ -91,14 +89,16 @@ def _steps(case: Case, device: str) -> dict[str, Call]:
     rule, kind = case.op.removesuffix(" step"), steps.KINDS["float32"]
 
     def gate(who: str, name: str) -> None:
-        steps.check(who, rule, STEP, kind, device)
+        amp_step.check(who, rule, STEP, kind, device)
 
     names = admit({who: who for who in ("fusedtrain", "fused")}, gate, f"{case} on {device}")
     torch.manual_seed(0)
     values = [0.05 * torch.randn(SIZE, device=device) for _ in range(TENSORS)]
     grads = [0.01 * torch.randn_like(value) for value in values]
     return {
-        who: steps.contestant(who, rule, STEP, kind, parameters(values, grads), lr=LR).call
+        who: steps.contestant(
+            who, rule, STEP, kind, steps.parameters(values, grads), lr=steps.LR
+        ).call
         for who in names
     }
 
@@ -220,10 +220,8 @@ def _notes(rows: Sequence[Row]) -> Iterator[str]:
     yield f"  targets met: {sum(map(is_met, rows))} of {len(rows)}"
 
 
-def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
-    groups = [f"{_name(row)} {row['pass']}" for row in rows]
-    ratios = [row.ratio.get(_rival(row)) for row in rows]
-    return [[Panel(f"rival's {FASTER}", groups, {"fusedtrain": ratios}, "host time", line=1)]]
+def _label(row: Row) -> str:
+    return f"{_name(row)} {row['pass']}"
 
 
 REPORT = Report(
@@ -242,7 +240,7 @@ REPORT = Report(
         Column("launches", lambda row: pair(row["counts"], row, "d") + counted(row)),
     ),
     key=_key,
-    label=lambda row: f"{_name(row)} {row['pass']}",
+    label=_label,
     legend=lambda rows: (
         "us: of one call on one thread, fusedtrain / rival. On CUDA the time between two events "
         "around calls back to back, which the host decides at such sizes; in a graph: of a CUDA "
@@ -253,7 +251,7 @@ REPORT = Report(
         "of kernels on CUDA, on the CPU (ops) dispatched operators. SLOWER: the target is missed "
         "beyond noise."
     ),
-    panels=_panels,
+    panels=ops.speed_ups(_label),
     loses_to=_loses_to,
     means=lambda row: {f"vs {who}": ratio for who, ratio in row.ratio.items()},
     notes=_notes,

@@ -185,6 +185,29 @@ def _networks(rows: Sequence[Row]) -> list[str]:
 # --- chart ---
 
 
+def speed_ups(
+    label: Callable[[Row], str], among: Sequence[str] = ()
+) -> Callable[[Sequence[Row]], list[list[Panel]]]:
+    """The chart of a family: for each row the ratio to its strongest rival (of these)."""
+
+    def panels(rows: Sequence[Row]) -> list[list[Panel]]:
+        best = [row.strongest(among) for row in rows]
+        ratios = [row.ratio[who] if who else None for row, who in zip(rows, best, strict=True)]
+        return [
+            [
+                Panel(
+                    f"strongest rival's {FASTER}",
+                    [label(row) for row in rows],
+                    {"fusedtrain": ratios},
+                    text=lambda _, group, ratio: f"{ratio:.2f} {best[group]}",
+                    line=1,
+                )
+            ]
+        ]
+
+    return panels
+
+
 def _panels(rows: Sequence[Row]) -> list[list[Panel]]:
     """Speed-up of every op, and bandwidths where torch.compile was a rival; below, in pairs, the
     speed-ups of the layers of networks."""

@@ -19,6 +19,9 @@ from ._match import (
     Entry,
     Options,
     Result,
+    call_of,
+    copies_of,
+    duel,
     measure,
     peak_operations,
 )
@@ -45,6 +48,9 @@ __all__ = [
     "Entry",
     "Options",
     "Result",
+    "call_of",
+    "copies_of",
+    "duel",
     "measure",
     "peak_operations",
 ]

@@ -12,17 +12,8 @@ from torch import Tensor
 
 from ... import functional as F
 from ..._text import shape_text
-from ._match import (
-    COMPILE,
-    EAGER,
-    LAYOUTS,
-    OURS,
-    Contest,
-    Entry,
-    Match,
-    Options,
-)
-from .clock import Call, Function, compiled
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options, call_of, duel
+from .clock import Function
 from .gate import CHAIN, NotTheJob, agrees, first_call
 
 IMAGE = 96 * 56 * 56
@@ -189,9 +180,6 @@ def contest(options: Options, op: str, numel: int, layout: str) -> Contest:
     """The chain on so many elements of its first tensor."""
     chain = CHAINS[op]
     tensors, gradient = tensors_of(options, op, numel, layout)
-    functions: dict[str, Function] = {OURS: chain.ours, EAGER: chain.eager}
-    if options.compiled:
-        functions[COMPILE] = compiled(chain.eager)
     batch, trained = len(tensors[0]), len(tensors) - chain.constants
     few = max(1, GATE // (tensors[0].numel() // batch))
     # Biases are not split, even if they are as many as the rows. Stochastic depth's numbers are.
@@ -204,14 +192,8 @@ def contest(options: Options, op: str, numel: int, layout: str) -> Contest:
         whole = who == COMPILE  # which compiles for one size
         check(chain, function, tensors if whole else part_of, gradient if whole else gradient[:few])
 
-    leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
-
-    def call(function: Function, part: str) -> Call:
-        if part == "forward":
-            return lambda: function(*tensors)
-        return lambda: torch.autograd.grad(function(*leaves), leaves[:trained], gradient)
-
     def moved(part: str) -> float:
         return tensors[0].nbytes * sum(chain.tensors[: 1 if part == "forward" else 2])
 
-    return Contest(functions, gate, call, moved, tensors[0])
+    call = partial(call_of, tensors=tensors, gradient=gradient, constants=chain.constants)
+    return Contest(duel(options, chain.ours, chain.eager), gate, call, moved, tensors[0])
