@@ -17,7 +17,7 @@ from torch import nn
 
 import fusedtrain
 from benchmarks.harness import calls, networks, ops
-from benchmarks.harness.cases import LAYOUTS, Options
+from benchmarks.harness.cases import LAYOUTS, Options, Work
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race, in_graph
 from benchmarks.harness.rows import Row
@@ -74,15 +74,15 @@ def select(options: Options) -> list[Case]:
 
 
 def _calls(case: Case, device: str) -> dict[str, Call]:
-    call, layout = calls.CALLS[case.op], LAYOUTS[case.layout]
+    call = calls.CALLS[case.op]
+    contest = call.contest(Work(device), case.layout)
 
-    def gate(who: str, maker: calls.Maker) -> None:
-        calls.check(call, maker, layout, device)
+    def gate(who: str, function: Any) -> None:
+        calls.check(call, contest, who)
 
-    makers = admit({"fusedtrain": call.ours, "eager": call.eager}, gate, f"{case} on {device}")
-    leaves, gradient = calls.inputs(call, layout, device)
-    made = {who: make(device, torch.float32) for who, make in makers.items()}
-    return {who: calls.timed(one, case.pass_name, leaves, gradient) for who, one in made.items()}
+    part = case.pass_name if case.pass_name == calls.BOTH else "forward"
+    functions = admit(contest.functions, gate, f"{case} on {device}")
+    return {who: contest.call(function, part) for who, function in functions.items()}
 
 
 def _steps(case: Case, device: str) -> dict[str, Call]:

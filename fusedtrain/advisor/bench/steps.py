@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ... import amp, optim
+from ..._torch_private import foreach_copy_, foreach_zero_
 from ._match import EAGER
 
 FUSED = "torch fused"
@@ -262,7 +263,7 @@ def rival(
     @torch.no_grad()
     def call() -> None:
         if by_hand:
-            torch._foreach_copy_(master_grads, grads)
+            foreach_copy_(master_grads, grads)
         if clips:
             scaler.unscale_(optimizer)
             clip()
@@ -272,11 +273,11 @@ def rival(
         else:
             optimizer.step()
         if by_hand:
-            torch._foreach_copy_(params, stepped)
+            foreach_copy_(params, stepped)
         if averages_too:
             average(averages, stepped, None)
         if zeroes and by_hand:
-            torch._foreach_zero_(grads)
+            foreach_zero_(grads)
         elif zeroes:
             optimizer.zero_grad(set_to_none=False)
 
