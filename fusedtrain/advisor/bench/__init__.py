@@ -23,6 +23,7 @@ from ._match import (
     copies_of,
     duel,
     measure,
+    numbers,
     peak_operations,
 )
 
@@ -52,5 +53,6 @@ __all__ = [
     "copies_of",
     "duel",
     "measure",
+    "numbers",
     "peak_operations",
 ]

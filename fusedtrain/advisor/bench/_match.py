@@ -181,6 +181,7 @@ class Result:
         ratio_interval: the 99 % interval of that.
         gb_per_s: who -> the least bytes / time; of the copies, what these move.
         percent_of_copy: fusedtrain's of that of a copy into a new tensor (see `Match.in_place`).
+        percent_of_preallocated_copy: of that of a copy into memory that exists, beside the former.
         operations: see `count_operations`.
         bytes: see `Match`.
         left_out: who -> why they were not timed.
@@ -194,6 +195,7 @@ class Result:
     ratio_interval: dict[str, tuple[float, float]] = field(default_factory=dict)
     gb_per_s: dict[str, float] = field(default_factory=dict)
     percent_of_copy: float = math.nan
+    percent_of_preallocated_copy: float = math.nan
     operations: float = 0.0
     bytes: float = 0.0
     rounds: int = 0
@@ -228,21 +230,31 @@ def measure(entry: Entry, device: str, effort: Effort = NORMAL) -> Result:
     copies = copies_of(source, in_place=match.in_place)
     operations = count_operations(match.calls[EAGER]) if EAGER in match.calls else 0.0
     samples = interleave({**match.calls, **copies}, CLOCKS[device], effort, match.prepare)
-    ns = {who: statistics.median(values) for who, values in samples.items()}
-    moved = {who: 2 * source.nbytes if who in copies else match.bytes for who in ns}
-    speed = {who: moved[who] / time for who, time in ns.items()}
     return Result(
         entry,
-        ns=ns,
+        **numbers(samples, match.bytes, 2 * source.nbytes),
         interval=median_interval(samples[OURS]),
-        **compare(samples, ns.keys() - {OURS, *copies}),
-        gb_per_s=speed,
-        percent_of_copy=100 * speed[OURS] / speed[COPY if match.in_place else FRESH_COPY],
         operations=operations,
-        bytes=match.bytes,
-        rounds=len(samples[OURS]),
         left_out=left_out,
     )
+
+
+def numbers(
+    samples: Mapping[str, Sequence[float]], moved: float = 0.0, copied: float = 0.0
+) -> dict[str, Any]:
+    """Medians, ratios and, where a call moves bytes, bandwidths beside those of the copies, which
+    move ``copied``, read and written."""
+    ns = {who: statistics.median(values) for who, values in samples.items()}
+    rivals = ns.keys() - {OURS, COPY, FRESH_COPY}
+    result = {"rounds": len(samples[OURS]), "ns": ns, **compare(samples, rivals)}
+    if moved:
+        copies = [who for who in (FRESH_COPY, COPY) if who in ns]
+        speed = {who: (copied if who in copies else moved) / time for who, time in ns.items()}
+        shares = [100 * speed[OURS] / speed[who] for who in copies]
+        result |= {"bytes": moved, "gb_per_s": speed, "percent_of_copy": shares[0]}
+        if len(shares) > 1:
+            result["percent_of_preallocated_copy"] = shares[1]
+    return result
 
 
 # --- the roofs ---
