@@ -145,7 +145,7 @@ def more(name: str, arguments: tuple[Any, ...], right: Any) -> Wrong:
         return {
             "no-op": (lambda x: x * 1, "wrong"),
             "another op": (T.silu, "wrong"),
-            "gradient of one": (lambda x: T.mish(x).detach() + x - x.detach(), "wrong gradient"),
+            "gradient of one": (lambda x: T.mish(x).detach() + x - x.detach(), "wrong"),
             "shape": (lambda x: T.mish(x)[:-1], "returned"),
         }
     if name == "chains" and CHAINS[arguments[0]].undropped:
