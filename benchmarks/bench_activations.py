@@ -6,14 +6,10 @@ product. Rivals take turns within one test (see ``fusedtrain.advisor.bench.clock
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
 
-from benchmarks.harness.cases import Options, Work, dtype_name
+from benchmarks.harness.cases import Case, Options, dtype_name, joined
 from benchmarks.harness.race import Race
-from fusedtrain.advisor.bench import Contest
 from fusedtrain.advisor.bench.activations import CHOSEN, TENSORS, contest
 from fusedtrain.reference import ACTIVATIONS
 
@@ -28,21 +24,17 @@ COMPILED_SIZES = (2**20, 2**23)
 CPU_FLOAT16_LIMIT = 2**23
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: its rivals share the input and the measurement loop."""
-
-    numel: int
-    dtype: torch.dtype
-    op: str
-    pass_name: str
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.op}-{self.pass_name}-{dtype_name(self.dtype)}-{self.numel}"
+def _rows(op: str, numel: int, dtype: torch.dtype, compiled: bool = False) -> list[Case]:
+    return [
+        Case(
+            joined(op, part, dtype_name(dtype), numel), op, part, dtype, (numel,), contest,
+            (op, numel), compiled=compiled,
+        )
+        for part in TENSORS
+    ]  # fmt: skip
 
 
-FIRST = [Case(FIRST_SIZE, torch.bfloat16, op, part) for op in FIRST_OPS for part in TENSORS]
+FIRST = [case for op in FIRST_OPS for case in _rows(op, FIRST_SIZE, torch.bfloat16)]
 
 
 def select(options: Options) -> list[Case]:
@@ -65,22 +57,10 @@ def select(options: Options) -> list[Case]:
                 rival = options.full or (op in CHOSEN and numel in COMPILED_SIZES and not brief)
                 compiled = options.compiled and rival and not options.quick
                 if wanted:
-                    cases += [Case(numel, dtype, op, name, compiled) for name in TENSORS]
+                    cases += _rows(op, numel, dtype, compiled)
     return cases
-
-
-@lru_cache(maxsize=1)
-def _contest(op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool) -> Contest:
-    """Both passes."""
-    return contest(Work(device, dtype, compiled=with_compile), op, numel)
 
 
 def test_activation(race: Race, case: Case) -> None:
     """One row of the results."""
-    race.match(
-        _contest(case.op, case.numel, case.dtype, race.device, case.compiled),
-        case.pass_name,
-        f"{case.op}, {dtype_name(case.dtype)} on {race.device}",
-        family=FAMILY,
-        op=case.op,
-    )
+    race.op(FAMILY, case)

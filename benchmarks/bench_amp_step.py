@@ -15,22 +15,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.harness import steps
 from benchmarks.harness.cases import Options
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Prepare, Race, copy_buffers
+from benchmarks.harness.race import Prepare, Race
 from benchmarks.harness.rows import medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
-from benchmarks.harness.steps import CODED, DEEPSPEED, JOBS, KINDS, RULES, TORCHAO, Contestant, does
-from fusedtrain.advisor.bench.amp_step import parameters
+from benchmarks.harness.steps import import_module
+from fusedtrain.advisor.bench import amp_step, copies_of, steps
+from fusedtrain.advisor.bench.amp_step import copied
 from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.advisor.bench.steps import (
+    CODED,
+    DEEPSPEED,
+    JOBS,
+    KINDS,
+    LR,
+    RULES,
+    TORCHAO,
+    Contestant,
+    does,
+    parameters,
+)
 
 FAMILY = "amp_step"
 # On the CPU the largest takes 13 to 20 GB and a minute a row: only by --model.
 CPU_MODELS = MODELS[:-1]
 ALL_JOBS = ("adamw", "sgd")  # the others: "check", unless --full
 SMALL_NETS = ("efficientnet_b0", "resnet50")  # for all optimizers but AdamW
-LR = 1e-6  # what is timed does not depend on it, and thousands of steps leave the weights sane
 
 
 @dataclass(frozen=True)
@@ -80,8 +91,9 @@ def _entrants(op: str, kind: str, job: str, device: str) -> list[str]:
     """Contestants to be timed: they passed the gate, and ours must."""
 
     def gate(who: str, name: str) -> None:
-        steps.check(who, op, job, KINDS[kind], device)
+        amp_step.check(who, op, job, KINDS[kind], device)
 
+    import_module(RULES[op].theirs.rpartition(".")[0])
     names = ["fusedtrain", *steps.rivals(op, KINDS[kind], device)]
     # A peer that is installed and does not build is no reason to lose the row.
     where, peers = f"{op} {job} {kind} on {device}", (DEEPSPEED, *CODED)
@@ -153,9 +165,10 @@ def test_amp_step(race: Race, case: Case) -> None:
     calls: dict[str, Call] = {who: c.call for who, c in contestants.items()}
     numel = sum(p.numel() for p in tensors[0])
     moved = numel * steps.bytes_per_parameter(case.op, case.job, kind)
-    source, target = copy_buffers(moved, race.device)
-    calls["copy"] = lambda: target.copy_(source)
-    samples = race.samples(calls, _prepare(case, tensors[1]))
+    source = copied(moved, race.device)
+    samples = race.samples(
+        {**calls, **copies_of(source, in_place=True)}, _prepare(case, tensors[1])
+    )
     counts = _counts(race, {who: calls[who] for who in entrants})
     del contestants, calls
     race.finish(

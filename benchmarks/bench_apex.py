@@ -15,10 +15,13 @@ from benchmarks.harness import apex
 from benchmarks.harness.apex import JOBS, OWN, RULES, Data
 from benchmarks.harness.cases import Options
 from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Race, copy_buffers
+from benchmarks.harness.race import Race
 from benchmarks.harness.rows import medians
 from benchmarks.harness.shapes import count, shapes
+from fusedtrain.advisor.bench import copies_of
+from fusedtrain.advisor.bench.amp_step import copied
 from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.advisor.bench.steps import LR
 from fusedtrain.apex.amp._functions import switch_autocast
 
 FAMILY = "apex"
@@ -26,7 +29,6 @@ NETWORKS = ("resnet50", "efficientnet_b0")
 SCRIPTS = (("O2", "FusedSGD"), ("O1", "FusedAdam"))
 MORE = (("O1", "FusedSGD"), ("O2", "FusedAdam"))  # with --full
 KINDS = {"O1": "float32", "O2": "float16+float32"}  # of the model
-LR = 1e-6  # what is timed does not depend on it, and thousands of steps leave the weights sane
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def test_apex(race: Race, case: Case) -> None:
         return
     of = shapes(case.model)
     moved = apex.bytes_moved(case.level, RULES[case.rule], of)
-    source, target = copy_buffers(moved, device)
-    copy: dict[str, Call] = {"copy": lambda: target.copy_(source)}
+    source = copied(moved, device)
+    copy = copies_of(source, in_place=True)
     samples, counts = _race(race, case, entrants, _tensors(case.model, device), copy)
     host, _ = _race(race.host(), case, entrants, _tensors(case.model, device, tiny=True), {})
     race.finish(

@@ -6,21 +6,13 @@ The standard shapes, in every layout and dtype; and every distinct batch norm of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from benchmarks.harness import shapes
-from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
-from benchmarks.harness.guards import refuse_the_reference
+from benchmarks.harness.cases import LAYOUTS, Case, Options, dtype_name, joined
 from benchmarks.harness.race import Race
 from fusedtrain._text import shape_text
-from fusedtrain.advisor.bench.norms import (
-    OPS,
-    PASSES,
-    STANDARD,
-    contest,
-)
+from fusedtrain.advisor.bench.norms import OPS, PASSES, STANDARD, contest
 
 FAMILY = "batch_norm"
 Shape = tuple[int, ...]
@@ -38,29 +30,23 @@ LAYER_BATCHES = {"cpu": (8, 32), "cuda": (256,)}
 FIRST_SHAPES = ((256, 64, 56, 56), (256, 1024, 14, 14), (256, 2048, 7, 7))
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: its rivals share the tensors and the measurement loop."""
-
-    op: str
-    shape: Shape
-    dtype: torch.dtype
-    layout: str
-    pass_name: str
-    model: str = ""  # the network that has this layer
-    compiled: bool = False
-
-    def __str__(self) -> str:
-        size = shape_text(self.shape)
-        parts = (self.model, self.op, self.pass_name, dtype_name(self.dtype), self.layout, size)
-        return "-".join(filter(None, parts))
+def _row(
+    op: str, shape: Shape, dtype: torch.dtype, layout: str, part: str, *, model: str = "",
+    compiled: bool = False,
+) -> Case:  # fmt: skip
+    """A row; `model`: the network that has this layer."""
+    name = joined(model, op, part, dtype_name(dtype), layout, shape_text(shape))
+    return Case(
+        name, op, part, dtype, shape, contest, (op, shape, layout), layout=layout, model=model,
+        compiled=compiled,
+    )  # fmt: skip
 
 
 FIRST = [
-    Case("bn_relu", shape, torch.bfloat16, layout, pass_name)
+    _row("bn_relu", shape, torch.bfloat16, layout, part)
     for shape in FIRST_SHAPES
     for layout in LAYOUTS
-    for pass_name in PASSES
+    for part in PASSES
 ]
 
 
@@ -69,7 +55,7 @@ def select(options: Options) -> list[Case]:
     cases: list[Case] = []
     if options.quick and not options.models:
         cases = [
-            Case(op, QUICK_SHAPE, torch.float32, layout, PASSES[1])
+            _row(op, QUICK_SHAPE, torch.float32, layout, PASSES[1])
             for layout in LAYOUTS
             for op in options.ops or ("bn_silu", "bn_add_relu")
             if op in STANDARD
@@ -93,41 +79,30 @@ def _standard(options: Options) -> list[Case]:
                 continue
             for layout in LAYOUTS:
                 for op in STANDARD:
-                    for pass_name in PASSES:
-                        trains = pass_name == PASSES[1] and not OPS[op].frozen
+                    for part in PASSES:
+                        trains = part == PASSES[1] and not OPS[op].frozen
                         rival = options.full or (trains and dtype == first and shape == last)
                         compiled = options.compiled and rival
-                        cases.append(Case(op, shape, dtype, layout, pass_name, compiled=compiled))
+                        cases.append(_row(op, shape, dtype, layout, part, compiled=compiled))
     return cases
 
 
 def _of_networks(options: Options) -> list[Case]:
     dtype = DTYPES[options.device][0]
     return [
-        Case(
-            layer.op, (batch, *layer[1:]), dtype, layout, pass_name, network,
-            options.compiled and options.full,
+        _row(
+            layer.op, (batch, *layer[1:]), dtype, layout, part, model=network,
+            compiled=options.compiled and options.full,
         )
         for network in shapes.NORM_NETWORKS
         if not options.models or network in options.models
         for layer in shapes.distinct_norms(network)
         for batch in LAYER_BATCHES[options.device]
         for layout in LAYOUTS
-        for pass_name in (PASSES if options.full else PASSES[1:])
+        for part in (PASSES if options.full else PASSES[1:])
     ]  # fmt: skip
 
 
 def test_batch_norm(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference("batch_norm_act", race.device)
-    work = Work(race.device, case.dtype, compiled=case.compiled)
-    race.match(
-        contest(work, case.op, case.shape, case.layout),
-        case.pass_name,
-        f"{case} on {race.device}",
-        family=FAMILY,
-        op=case.op,
-        shape=list(case.shape),
-        layout=case.layout,
-        model=case.model,
-    )
+    race.op(FAMILY, case, kernel="batch_norm_act")

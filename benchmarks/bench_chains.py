@@ -3,12 +3,9 @@ dropout, gates over space, residual branches. Rivals take turns within one test.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
-from benchmarks.harness.guards import refuse_the_reference
+from benchmarks.harness.cases import LAYOUTS, Case, Options, dtype_name, joined
 from benchmarks.harness.race import Race
 from fusedtrain.advisor.bench.chains import CHAINS, PASSES, contest
 
@@ -16,35 +13,25 @@ FAMILY = "chains"
 SIZES = {"cpu": (2**22, 2**24), "cuda": (2**22, 2**26)}
 QUICK_SIZE = 2**16
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float16, torch.float32)}
+FIRST_OPS = (
+    "swiglu", "se_gate", "layer_scale_drop_path_add", "bias_gelu_dropout", "stylegan_lrelu"
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    op: str
-    size: int
-    dtype: torch.dtype
-    layout: str
-    pass_name: str
-    compiled: bool
-    model: str = ""
-
-    def __str__(self) -> str:
-        exponent = self.size.bit_length() - 1
-        parts = (self.op, self.pass_name, dtype_name(self.dtype), self.layout, f"2^{exponent}")
-        return "-".join(filter(None, parts))
+def _row(
+    op: str, numel: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
+) -> Case:
+    name = joined(op, part, dtype_name(dtype), layout, f"2^{numel.bit_length() - 1}")
+    shape = CHAINS[op].shapes_for(numel)[0]
+    arguments = (op, numel, layout)
+    return Case(
+        name, op, part, dtype, shape, contest, arguments, layout=layout, compiled=compiled
+    )  # fmt: skip
 
 
 FIRST = [
-    Case(op, 2**26, torch.bfloat16, "channels_last" if CHAINS[op].image else "", PASSES[1], False)
-    for op in (
-        "swiglu",
-        "se_gate",
-        "layer_scale_drop_path_add",
-        "bias_gelu_dropout",
-        "stylegan_lrelu",
-    )
+    _row(op, 2**26, torch.bfloat16, "channels_last" if CHAINS[op].image else "", PASSES[1])
+    for op in FIRST_OPS
 ]
 
 
@@ -59,20 +46,14 @@ def select(options: Options) -> list[Case]:
         for dtype in dtypes[:1] if options.quick else dtypes:
             for op, chain in CHAINS.items():
                 for layout in LAYOUTS if chain.image else ("",):
-                    for pass_name in PASSES:
-                        common = pass_name == PASSES[1] and dtype == dtypes[0]
+                    for part in PASSES:
+                        common = part == PASSES[1] and dtype == dtypes[0]
                         rival = options.full or (common and size == sizes[-1])
                         compiled = options.compiled and rival
-                        cases.append(Case(op, size, dtype, layout, pass_name, compiled))
+                        cases.append(_row(op, size, dtype, layout, part, compiled))
     return [case for case in cases if options.wants(case.op)]
 
 
 def test_chain(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference("gated", race.device)
-    work = Work(race.device, case.dtype, compiled=case.compiled)
-    made = contest(work, case.op, case.size, case.layout)
-    shape = list(made.source.shape)
-    race.match(
-        made, case.pass_name, str(case), family=FAMILY, op=case.op, shape=shape, layout=case.layout
-    )
+    race.op(FAMILY, case, kernel="gated")

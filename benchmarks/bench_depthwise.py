@@ -7,14 +7,19 @@ contestants and gate are in fusedtrain.advisor.bench.depthwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
-
 import torch
 
-from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
-from benchmarks.harness.guards import refuse_the_reference
-from benchmarks.harness.race import PASSES, Race
+from benchmarks.harness.cases import (
+    LAYOUTS,
+    PASSES,
+    Case,
+    Options,
+    Work,
+    dtype_name,
+    joined,
+)
+from benchmarks.harness.race import Race
+from fusedtrain._text import shape_text
 from fusedtrain.advisor.bench import Contest
 from fusedtrain.advisor.bench.depthwise import Layer, contest
 from fusedtrain.ops import depthwise
@@ -48,26 +53,25 @@ LAYERS = tuple(layer for layers in NETWORKS.values() for layer in layers)
 QUICK = (Layer(16, 28, 3, 2),)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    layer: Layer
-    batch: int
-    dtype: torch.dtype
-    layout: str
-    pass_name: str
-    compiled: bool
-    op: str = OP
-
-    def __str__(self) -> str:
-        layer = self.layer
-        size = f"{self.batch}x{layer.channels}" + f"x{layer.side}" * layer.dims
-        window = f"k{layer.kernel}s{layer.stride}"
-        return "-".join((window, self.pass_name, dtype_name(self.dtype), self.layout, size))
+def _contest(work: Work, layer: Layer, batch: int, layout: str) -> Contest:
+    if work.device == "cpu":
+        return contest(work, layer, batch, layout)
+    depthwise._EVERYWHERE = True  # where torch's kernels run until ours are measured
+    return contest(work, layer, batch, layout, CUDA_GATE)
 
 
-FIRST = [Case(Layer(144, 56, 3), 256, torch.bfloat16, name, PASSES[2], False) for name in LAYOUTS]
+def _row(
+    layer: Layer, batch: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
+) -> Case:
+    shape = (batch, layer.channels, *[layer.side] * layer.dims)
+    window = f"k{layer.kernel}s{layer.stride}"
+    return Case(
+        joined(window, part, dtype_name(dtype), layout, shape_text(shape)), OP, part, dtype, shape,
+        _contest, (layer, batch, layout), layer.name, layout, compiled=compiled,
+    )  # fmt: skip
+
+
+FIRST = [_row(Layer(144, 56, 3), 256, torch.bfloat16, name, PASSES[2]) for name in LAYOUTS]
 
 
 def select(options: Options) -> list[Case]:
@@ -78,41 +82,17 @@ def select(options: Options) -> list[Case]:
     dtypes = DTYPES[options.device]
     compiled = options.compiled and not options.quick
     return [
-        Case(
-            layer, BATCH[options.device], dtype, layout, pass_name,
+        _row(
+            layer, BATCH[options.device], dtype, layout, part,
             compiled and (options.full or dtype == dtypes[0]),
         )
         for dtype in (dtypes[:1] if options.quick else dtypes)
         for layer in (QUICK if options.quick else LAYERS)
         for layout in (LAYOUTS if layer.dims == 2 else ("contiguous",))
-        for pass_name in PASSES
+        for part in PASSES
     ]  # fmt: skip
-
-
-@lru_cache(maxsize=1)
-def _contest(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, with_compile: bool
-) -> Contest:
-    """All passes."""
-    gate = 0
-    if device != "cpu":  # where torch's kernels run until ours are measured
-        depthwise._EVERYWHERE = True
-        gate = CUDA_GATE
-    return contest(Work(device, dtype, compiled=with_compile), layer, batch, layout, gate)
 
 
 def test_depthwise(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference(OP, race.device)
-    layer, dtype, layout = case.layer, case.dtype, case.layout
-    made = _contest(layer, case.batch, dtype, layout, race.device, case.compiled)
-    x = made.source
-    race.match(
-        made,
-        case.pass_name,
-        f"{layer.name}, {dtype_name(dtype)}, {layout}, {list(x.shape)}",
-        family=FAMILY,
-        op=layer.name,
-        shape=list(x.shape),
-        layout=layout,
-    )
+    race.op(FAMILY, case, kernel=OP)

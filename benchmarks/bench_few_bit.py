@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness.cases import Options, Work, dtype_name
-from benchmarks.harness.guards import refuse_the_reference
-from benchmarks.harness.race import PASSES, Race, call_of
+from benchmarks.harness.cases import PASSES, Case, Options, Work, dtype_name, joined
+from benchmarks.harness.race import Race
 from fusedtrain._graph.kept import kept_bytes
-from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
-from fusedtrain.advisor.bench.clock import Function, compiled
+from fusedtrain.advisor.bench import COMPILE, OURS, Contest, call_of, duel
+from fusedtrain.advisor.bench.clock import Function
 from fusedtrain.advisor.bench.gate import (
     FORWARD,
     GRADIENT,
@@ -42,32 +40,15 @@ GATE = 2**19  # elements that the gate looks at
 BIAS = 0.005  # of the mean derivative: 4 times the noise that q2 leaves in 2^16 elements
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    op: str
-    save: str
-    numel: int
-    dtype: torch.dtype
-    pass_name: str
-    compiled: bool
-
-    @property
-    def bits(self) -> int:
-        return int(self.save[1:])
-
-    def tensors(self) -> float:
-        """Read and written at least: two and the codes, forward as backward."""
-        each = 2 + self.bits / 8 / self.dtype.itemsize
-        return each * (1 + (self.pass_name == "forward+backward"))
-
-    def __str__(self) -> str:
-        exponent = self.numel.bit_length() - 1
-        return f"{self.op}-{self.save}-{self.pass_name}-{dtype_name(self.dtype)}-2^{exponent}"
-
-
-FIRST = [Case("gelu", "q4", 2**27, torch.bfloat16, name, False) for name in PASSES[:2]]
+def _row(
+    op: str, save: str, numel: int, dtype: torch.dtype, part: str, compiled: bool = False
+) -> Case:
+    name = joined(op, save, part, dtype_name(dtype), f"2^{numel.bit_length() - 1}")
+    arguments = (op, save, numel)
+    return Case(
+        name, op, part, dtype, (numel,), contest, arguments, f"{op} {save}", compiled=compiled,
+        kept=True,
+    )  # fmt: skip
 
 
 def select(options: Options) -> list[Case]:
@@ -83,20 +64,13 @@ def select(options: Options) -> list[Case]:
             rival = options.full or (dtype == dtypes[0] and numel == SIZES[-1])
             compiled = options.compiled and not options.quick and rival
             cases += [
-                Case(op, save, numel, dtype, pass_name, compiled)
+                _row(op, save, numel, dtype, part, compiled)
                 for op in saves
                 if options.wants(op)
                 for save in saves[op]
-                for pass_name in PASSES
+                for part in PASSES
             ]
     return cases
-
-
-@lru_cache(maxsize=1)
-def _tensors(numel: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """The input, of which the errors are stated for N(0, 1), and the gradient of the output."""
-    work = Work(device, dtype)
-    return work.random(numel), work.random(numel, seed=1)
 
 
 def stated_error(op: str, save: str) -> tuple[float, float]:
@@ -132,50 +106,52 @@ def check(
 
 
 @lru_cache(maxsize=1)
-def _rivals(op: str, numel: int, dtype: torch.dtype, device: str, with_compile: bool) -> Contest:
-    """The exact ones: of all rows of an activation, which compiles once."""
-    x, gradient = _tensors(numel, dtype, device)
-    eager = ACTIVATIONS[op].eager
-    functions: dict[str, Function] = {EAGER: eager, "exact": getattr(F, op)}
-    if with_compile:
-        functions[COMPILE] = compiled(eager)
+def _rivals(work: Work, op: str, numel: int) -> tuple[Contest, Tensor]:
+    """The exact ones, of all rows of an activation, which compiles once; and the gradient of the
+    output. The errors are stated for inputs of N(0, 1)."""
+    x, gradient = work.random(numel), work.random(numel, seed=1)
 
     def gate(who: str, function: Function) -> None:
         few = None if who == COMPILE else GATE  # it compiles for one size
         check(op, function, x[:few], gradient[:few])
 
-    return Contest(functions, gate, partial(call_of, x=x, gradient=gradient), lambda _: 0, x)
+    functions = duel(work, getattr(F, op), ACTIVATIONS[op].eager)
+    functions["exact"] = functions.pop(OURS)
+    call = partial(call_of, tensors=[x], gradient=gradient, trains=True)
+    return Contest(functions, gate, call, lambda _: 0, x), gradient
 
 
-def contest(case: Case, device: str) -> Contest:
+def tensors(save: str, part: str, dtype: torch.dtype) -> float:
+    """Tensors read and written at least: two and the codes, forward as backward."""
+    each = 2 + int(save[1:]) / 8 / dtype.itemsize
+    return each * (1 + (part == "forward+backward"))
+
+
+def contest(work: Work, op: str, save: str, numel: int) -> Contest:
     """fusedtrain's function and the exact ones."""
-    exact = _rivals(case.op, case.numel, case.dtype, device, case.compiled)
-    x, gradient = (t[:GATE] for t in _tensors(case.numel, case.dtype, device))
+    exact, gradient = _rivals(work, op, numel)
+    x = exact.source
 
     def gate(who: str, function: Function) -> None:
         if who != OURS:
             exact.gate(who)
             return
-        check(case.op, function, x, gradient, stated_error(case.op, case.save))
-        kept = kept_bytes(lambda: function(x.detach().requires_grad_()))
-        if kept * 8 > case.bits * x.numel():
-            raise NotTheJob(f"keeps {8 * kept / x.numel():.3g} bits an element, not {case.bits}")
+        few = x[:GATE]
+        check(op, function, few, gradient[:GATE], stated_error(op, save))
+        kept = kept_bytes(lambda: function(few.detach().requires_grad_()))
+        if kept * 8 > int(save[1:]) * few.numel():
+            raise NotTheJob(f"keeps {8 * kept / few.numel():.3g} bits an element, not {save[1:]}")
 
-    functions = {OURS: partial(getattr(F, case.op), save=case.save), **exact.functions}
-    moved = case.tensors() * exact.source.nbytes
-    return Contest(functions, gate, exact.call, lambda _: moved, exact.source)
+    def moved(part: str) -> float:
+        return tensors(save, part, work.dtype) * x.nbytes
+
+    functions = {OURS: partial(getattr(F, op), save=save), **exact.functions}
+    return Contest(functions, gate, exact.call, moved, x)
+
+
+FIRST = [_row("gelu", "q4", 2**27, torch.bfloat16, name) for name in PASSES[:2]]
 
 
 def test_few_bit(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference("few_bit", race.device)
-    made = contest(case, race.device)
-    leaf = made.source.detach().requires_grad_()
-    race.match(
-        made,
-        case.pass_name,
-        str(case),
-        family=FAMILY,
-        op=f"{case.op} {case.save}",
-        kept={who: partial(function, leaf) for who, function in made.functions.items()},
-    )
+    race.op(FAMILY, case, kernel="few_bit")

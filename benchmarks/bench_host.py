@@ -16,11 +16,11 @@ import torch.nn.functional as T
 from torch import nn
 
 import fusedtrain
-from benchmarks.harness import calls, networks, steps
-from benchmarks.harness.cases import LAYOUTS, Options
+from benchmarks.harness import calls, networks
+from benchmarks.harness.cases import LAYOUTS, Options, Work
 from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.race import Race, in_graph
-from fusedtrain.advisor.bench.amp_step import parameters
+from fusedtrain.advisor.bench import amp_step, steps
 from fusedtrain.advisor.bench.clock import Call
 
 FAMILY = "host"
@@ -31,7 +31,6 @@ NETWORKS = ("resnet50", "efficientnet_b0")
 # At batch 1 the last stage has one value a channel, which torch refuses in training.
 BATCH, PIXELS = 2, 32
 GATE_BATCH, GATE_PIXELS = 4, 64
-LR = 1e-6
 TARGETS = {"step": 0.6, "train": 0.95}  # of other kinds of rows than `calls.CALLS`
 
 
@@ -73,29 +72,31 @@ def select(options: Options) -> list[Case]:
 
 
 def _calls(case: Case, device: str) -> dict[str, Call]:
-    call, layout = calls.CALLS[case.op], LAYOUTS[case.layout]
+    call = calls.CALLS[case.op]
+    contest = call.contest(Work(device), case.layout)
 
-    def gate(who: str, maker: calls.Maker) -> None:
-        calls.check(call, maker, layout, device)
+    def gate(who: str, function: Any) -> None:
+        calls.check(call, contest, who)
 
-    makers = admit({"fusedtrain": call.ours, "eager": call.eager}, gate, f"{case} on {device}")
-    leaves, gradient = calls.inputs(call, layout, device)
-    made = {who: make(device, torch.float32) for who, make in makers.items()}
-    return {who: calls.timed(one, case.pass_name, leaves, gradient) for who, one in made.items()}
+    part = case.pass_name if case.pass_name == calls.BOTH else "forward"
+    functions = admit(contest.functions, gate, f"{case} on {device}")
+    return {who: contest.call(function, part) for who, function in functions.items()}
 
 
 def _steps(case: Case, device: str) -> dict[str, Call]:
     rule, kind = case.op.removesuffix(" step"), steps.KINDS["float32"]
 
     def gate(who: str, name: str) -> None:
-        steps.check(who, rule, STEP, kind, device)
+        amp_step.check(who, rule, STEP, kind, device)
 
     names = admit({who: who for who in ("fusedtrain", "fused")}, gate, f"{case} on {device}")
     torch.manual_seed(0)
     values = [0.05 * torch.randn(SIZE, device=device) for _ in range(TENSORS)]
     grads = [0.01 * torch.randn_like(value) for value in values]
     return {
-        who: steps.contestant(who, rule, STEP, kind, parameters(values, grads), lr=LR).call
+        who: steps.contestant(
+            who, rule, STEP, kind, steps.parameters(values, grads), lr=steps.LR
+        ).call
         for who in names
     }
 

@@ -3,19 +3,18 @@ torch.compile. Rivals take turns within one test."""
 
 from __future__ import annotations
 
+import importlib
 import warnings
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness.cases import LAYOUTS, Options, dtype_name
-from benchmarks.harness.guards import refuse_the_reference
+from benchmarks.harness.cases import LAYOUTS, Case, Options, Work, dtype_name, joined
 from benchmarks.harness.race import Race
-from fusedtrain.advisor.bench import COMPILE, OURS, Contest
-from fusedtrain.advisor.bench.clock import Function, compiled
+from fusedtrain.advisor.bench import COMPILE, Contest, duel
+from fusedtrain.advisor.bench.clock import Function
 from fusedtrain.advisor.bench.gate import Tolerance, agrees, same_kind
 
 FAMILY = "images"
@@ -28,26 +27,14 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    batch: int
-    dtype: torch.dtype
-    read: str  # the layouts
-    written: str
-    compiled: bool
-    op: str = OP
-
-    @property
-    def layout(self) -> str:
-        return self.read if self.read == self.written else f"{self.read} to {self.written}"
-
-    def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}-{self.layout.replace(' ', '-')}-{self.batch}"
-
-
-FIRST = [Case(256, torch.bfloat16, "contiguous", "channels_last", False)]
+def _row(batch: int, dtype: torch.dtype, read: str, written: str, compiled: bool = False) -> Case:
+    """A row; the images are read and written in these layouts."""
+    layout = read if read == written else f"{read} to {written}"
+    name = joined(dtype_name(dtype), layout.replace(" ", "-"), batch)
+    shape, arguments = (batch, 3, SIDE, SIDE), (batch, read, written)
+    return Case(
+        name, OP, "forward", dtype, shape, contest, arguments, layout=layout, compiled=compiled
+    )  # fmt: skip
 
 
 def select(options: Options) -> list[Case]:
@@ -55,7 +42,7 @@ def select(options: Options) -> list[Case]:
     if not options.wants(OP, "") or options.models:
         return []
     return [
-        Case(batch, dtype, read, written, options.compiled)
+        _row(batch, dtype, read, written, options.compiled)
         for batch in ((QUICK_BATCH,) if options.quick else BATCHES[options.device])
         for dtype in DTYPES[options.device][: 1 if options.quick else None]
         for read in LAYOUTS
@@ -63,71 +50,61 @@ def select(options: Options) -> list[Case]:
     ]
 
 
-@lru_cache(maxsize=1)
-def _bytes(batch: int, read: str, device: str) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    shape = (batch, 3, SIDE, SIDE)
-    x = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device)
-    return x.contiguous(memory_format=LAYOUTS[read])
+def _eager(x: Tensor) -> Tensor:
+    mean, std = (torch.tensor(v, device=x.device).view(-1, 1, 1) for v in (MEAN, STD))
+    return (x.float() / 255 - mean) / std
 
 
-def contestants(case: Case, device: str) -> dict[str, Function]:
-    """Contestants of the case."""
-    dtype, memory_format = case.dtype, LAYOUTS[case.written]
-    mean, std = (torch.tensor(v, device=device).view(-1, 1, 1) for v in (MEAN, STD))
-
-    def eager(x: Tensor) -> Tensor:
-        y = (x.float() / 255 - mean) / std
-        return y.to(dtype).contiguous(memory_format=memory_format)
-
-    result: dict[str, Function] = {
-        "fusedtrain": lambda x: F.normalize_images(x, MEAN, STD, dtype, memory_format),
-        "eager": eager,
-    }
-    if case.compiled:
-        result["compile"] = compiled(eager)
+def _torchvision() -> Function | None:
+    """torchvision's two calls; None, with a warning, where it is missing."""
     try:
-        from torchvision.transforms.v2 import functional as vision
+        vision = importlib.import_module("torchvision.transforms.v2.functional")
     except (ImportError, RuntimeError) as error:  # the latter: built for another torch
         warnings.warn(f"no torchvision rival: {error}", stacklevel=1)
-    else:
-
-        def torchvision(x: Tensor) -> Tensor:
-            y = vision.normalize(vision.to_dtype(x, torch.float32, scale=True), MEAN, STD)
-            return y.to(dtype).contiguous(memory_format=memory_format)
-
-        result["torchvision"] = torchvision
-    return result
+        return None
+    return lambda x: vision.normalize(vision.to_dtype(x, torch.float32, scale=True), MEAN, STD)
 
 
-def check(function: Function, x: Tensor, case: Case) -> None:
+def check(function: Function, x: Tensor, dtype: torch.dtype, written: str) -> None:
     """Raise NotTheJob unless numbers, dtype and layout are right."""
     mean, std = (
         torch.tensor(v, dtype=torch.float64, device=x.device).view(-1, 1, 1) for v in (MEAN, STD)
     )
     exact = (x.double() / 255 - mean) / std
     y = function(x)
-    same_kind(y, exact.to(case.dtype).contiguous(memory_format=LAYOUTS[case.written]))
-    agrees("output", y, exact, Tolerance(atol=ALLOWED[case.dtype]))
+    same_kind(y, exact.to(dtype).contiguous(memory_format=LAYOUTS[written]))
+    agrees("output", y, exact, Tolerance(atol=ALLOWED[dtype]))
+
+
+def contest(work: Work, batch: int, read: str, written: str) -> Contest:
+    """Images of so many bytes, between these layouts."""
+    dtype, memory_format = work.dtype, LAYOUTS[written]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (batch, 3, SIDE, SIDE), dtype=torch.uint8, generator=generator)
+    x = x.to(work.device).contiguous(memory_format=LAYOUTS[read])
+
+    def converted(function: Function) -> Function:
+        return lambda x: function(x).to(dtype).contiguous(memory_format=memory_format)
+
+    def ours(x: Tensor) -> Tensor:
+        return F.normalize_images(x, MEAN, STD, dtype, memory_format)
+
+    functions = duel(work, ours, converted(_eager))
+    if torchvision := _torchvision():
+        functions["torchvision"] = converted(torchvision)
+
+    def gate(who: str, function: Function) -> None:
+        few = x if who == COMPILE else x[:1]  # torch.compile compiles for one size
+        check(function, few, dtype, written)
+
+    source = ours(x)
+    moved = (1 + 1 / dtype.itemsize) * source.nbytes  # bytes are read
+    return Contest(functions, gate, lambda f, _: partial(f, x), lambda _: moved, source)
+
+
+FIRST = [_row(256, torch.bfloat16, "contiguous", "channels_last")]
 
 
 def test_images(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference(OP, race.device)
-    x = _bytes(case.batch, case.read, race.device)
-
-    def gate(who: str, function: Function) -> None:
-        check(function, x if who == COMPILE else x[:1], case)  # which compiles for one size
-
-    functions = contestants(case, race.device)
-    source = functions[OURS](x)
-    moved = (1 + 1 / case.dtype.itemsize) * source.nbytes  # bytes are read
-    race.match(
-        Contest(functions, gate, lambda f, _: partial(f, x), lambda _: moved, source),
-        "forward",
-        str(case),
-        family=FAMILY,
-        op=OP,
-        shape=list(x.shape),
-        layout=case.layout,
-    )
+    race.op(FAMILY, case, kernel=OP)

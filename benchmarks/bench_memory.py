@@ -24,6 +24,7 @@ from benchmarks.harness.memory import bytes_of_step
 from benchmarks.harness.networks import NetworkCase, Setup
 from benchmarks.harness.race import Race
 from fusedtrain.advisor.bench.clock import Call
+from fusedtrain.planning import _batches
 
 FAMILY = "memory"
 CASES: dict[str, tuple[Setup, ...]] = {
@@ -83,22 +84,14 @@ def bytes_of(model: Any, setup: Setup, device: str, batch: int = 0) -> tuple[int
     return bytes_of_step(model, *networks.batch_of(setup, device, batch))
 
 
-def largest(model: Any, setup: Setup, device: str, limit: int, peak: int) -> int:
-    """Images of the largest batch whose peak is `limit` at the most. `peak`: of setup.batch."""
+def largest(model: Any, setup: Setup, device: str, limit: int) -> int:
+    """Images of the largest batch whose peak is `limit` at the most."""
 
-    def needed(batch: int) -> int:
-        return bytes_of(model, setup, device, batch)[0]
+    def fits(batch: int) -> bool:
+        return bytes_of(model, setup, device, batch)[0] <= limit
 
-    fewer = max(setup.batch // 2, 1)
-    each = (peak - needed(fewer)) / (setup.batch - fewer)
-    most = MOST * setup.batch  # of a small network gradients are most
-    batch = setup.batch + int((limit - peak) / each) if each > 0 else most
-    batch = min(max(fewer, batch), most)
-    while batch > fewer and needed(batch) > limit:
-        batch -= 1
-    while batch < most and needed(batch + 1) <= limit:
-        batch += 1
-    return batch
+    most = MOST * setup.batch
+    return _batches.largest(fits, most, _batches.doubling(setup.batch, most))
 
 
 def _calls(models: dict[str, Any], setup: Setup, device: str) -> dict[str, Call]:
@@ -131,7 +124,7 @@ def test_memory(race: Race, case: Case) -> None:
         bytes_of(model, setup, device, min(2, setup.batch))  # what is made at the first call
         peak[who], kept[who] = bytes_of(model, setup, device)
     for who in OURS:
-        fits[who] = largest(models[who], setup, device, peak["eager"], peak[who])
+        fits[who] = largest(models[who], setup, device, peak["eager"])
     race.finish(
         FAMILY,
         race.samples(_calls(models, setup, device)),

@@ -4,18 +4,26 @@ and torch.compile. Rivals take turns within one test."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 import torch.nn.functional as T
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness.cases import LAYOUTS, Options, Work, dtype_name
-from benchmarks.harness.guards import refuse_the_reference
-from benchmarks.harness.race import PASSES, Race, call_of
-from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, Contest
-from fusedtrain.advisor.bench.clock import Function, compiled
+from benchmarks.harness.cases import (
+    LAYOUTS,
+    PASSES,
+    Case,
+    Options,
+    Work,
+    dtype_name,
+    joined,
+)
+from benchmarks.harness.race import Race
+from fusedtrain._text import shape_text
+from fusedtrain.advisor.bench import OURS, Contest, call_of, duel
+from fusedtrain.advisor.bench.clock import Function
 from fusedtrain.advisor.bench.gate import GRADIENT, Tolerance, agrees, first_call
 
 FAMILY = "pool"
@@ -71,56 +79,6 @@ LAYERS = (
 QUICK = (Layer(16, 28, 3, 2, 1),)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row."""
-
-    layer: Layer
-    batch: int
-    dtype: torch.dtype
-    layout: str
-    pass_name: str
-    compiled: bool
-    op: str = OP
-
-    def __str__(self) -> str:
-        layer = self.layer
-        size = f"{self.batch}x{layer.channels}x{layer.side}x{layer.side}"
-        window = f"{layer.kernel}x{layer.kernel}s{layer.stride}"
-        return "-".join((window, self.pass_name, dtype_name(self.dtype), self.layout, size))
-
-
-FIRST = [Case(LAYERS[0], 128, torch.bfloat16, name, PASSES[2], False) for name in LAYOUTS]
-
-
-def select(options: Options) -> list[Case]:
-    """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
-    --full has it everywhere."""
-    if not options.wants(OP) or options.models:
-        return []
-    dtypes = DTYPES[options.device]
-    compiled = options.compiled and not options.quick
-    return [
-        Case(
-            layer, BATCH[options.device], dtype, layout, pass_name,
-            compiled and (options.full or dtype == dtypes[0]),
-        )
-        for dtype in (dtypes[:1] if options.quick else dtypes)
-        for layer in (QUICK if options.quick else LAYERS)
-        for layout in LAYOUTS
-        for pass_name in PASSES
-    ]  # fmt: skip
-
-
-def tensors(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str
-) -> tuple[Tensor, Tensor]:
-    """The input and the gradient of the output."""
-    work = Work(device, dtype)
-    x = work.random(batch, layer.channels, layer.side, layer.side, layout=layout)
-    return x, work.random(*layer.eager(x).shape, seed=1, layout=layout)
-
-
 def check(function: Function, layer: Layer, x: Tensor, gradient: Tensor, *, bits: bool) -> None:
     """Raise NotTheJob unless the output is eager torch's bit for bit, and the gradient what eager
     torch finds on the CPU in float32: with ``bits`` bit for bit, rounded once, else to within the
@@ -137,39 +95,54 @@ def check(function: Function, layer: Layer, x: Tensor, gradient: Tensor, *, bits
         agrees("gradient", dx, want, Tolerance(atol=GRADIENT[x.dtype].rtol * most))
 
 
-@lru_cache(maxsize=1)
-def _contest(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, device: str, with_compile: bool
-) -> Contest:
+def contest(work: Work, layer: Layer, batch: int, layout: str) -> Contest:
     """All passes."""
-    x, gradient = tensors(layer, batch, dtype, layout, device)
+    x = work.random(batch, layer.channels, layer.side, layer.side, layout=layout)
+    gradient = work.random(*layer.eager(x).shape, seed=1, layout=layout)
 
     def gate(who: str, function: Function) -> None:
         check(function, layer, x, gradient, bits=who == OURS)
 
-    def moved(pass_name: str) -> float:
-        return layer.tensors(pass_name, dtype) * x.nbytes
+    def moved(part: str) -> float:
+        return layer.tensors(part, work.dtype) * x.nbytes
 
-    functions: dict[str, Function] = {OURS: layer.ours, EAGER: layer.eager}
-    if with_compile:
-        functions[COMPILE] = compiled(layer.eager)
-    return Contest(functions, gate, partial(call_of, x=x, gradient=gradient), moved, x)
+    call = partial(call_of, tensors=[x], gradient=gradient, trains=True)
+    return Contest(duel(work, layer.ours, layer.eager), gate, call, moved, x)
+
+
+def _row(
+    layer: Layer, batch: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
+) -> Case:
+    shape = (batch, layer.channels, layer.side, layer.side)
+    window = f"{layer.kernel}x{layer.kernel}s{layer.stride}"
+    return Case(
+        joined(window, part, dtype_name(dtype), layout, shape_text(shape)), OP, part, dtype, shape,
+        contest, (layer, batch, layout), layer.name, layout, compiled=compiled, kept=True,
+    )  # fmt: skip
+
+
+FIRST = [_row(LAYERS[0], 128, torch.bfloat16, name, PASSES[2]) for name in LAYOUTS]
+
+
+def select(options: Options) -> list[Case]:
+    """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
+    --full has it everywhere."""
+    if not options.wants(OP) or options.models:
+        return []
+    dtypes = DTYPES[options.device]
+    compiled = options.compiled and not options.quick
+    return [
+        _row(
+            layer, BATCH[options.device], dtype, layout, part,
+            compiled and (options.full or dtype == dtypes[0]),
+        )
+        for dtype in (dtypes[:1] if options.quick else dtypes)
+        for layer in (QUICK if options.quick else LAYERS)
+        for layout in LAYOUTS
+        for part in PASSES
+    ]  # fmt: skip
 
 
 def test_pool(race: Race, case: Case) -> None:
     """One row of the results."""
-    refuse_the_reference(OP, race.device)
-    layer, dtype, layout = case.layer, case.dtype, case.layout
-    contest = _contest(layer, case.batch, dtype, layout, race.device, case.compiled)
-    x = contest.source
-    leaf = x.detach().requires_grad_()
-    race.match(
-        contest,
-        case.pass_name,
-        f"{layer.name}, {dtype_name(dtype)}, {layout}, {list(x.shape)}",
-        family=FAMILY,
-        op=layer.name,
-        shape=list(x.shape),
-        layout=layout,
-        kept={who: partial(function, leaf) for who, function in contest.functions.items()},
-    )
+    race.op(FAMILY, case, kernel=OP)

@@ -86,6 +86,7 @@ foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
 # Unscales many tensors and looks for infinities, as torch.amp.GradScaler does.
 unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 

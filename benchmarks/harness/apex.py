@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.harness.shapes import Shape
-from benchmarks.harness.steps import MAX_NORM, exact_steps, small_tensors
-from fusedtrain.advisor.bench.amp_step import GATE_SCALE, GATE_STEPS, NEVER
+from fusedtrain.advisor.bench.amp_step import GATE_SCALE, GATE_STEPS, exact_steps, small_tensors
 from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
+from fusedtrain.advisor.bench.steps import MAX_NORM, NEVER
 from fusedtrain.apex import amp
 from fusedtrain.apex.amp._functions import switch_autocast
 from fusedtrain.apex.optimizers import FusedAdam, FusedSGD

@@ -1,14 +1,19 @@
-"""Parts of the cases of all families: the options of a run, layouts, names of dtypes."""
+"""Cases of a run: its options, and the rows of ops on tensors."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from fusedtrain.advisor.bench import LAYOUTS, Options as Work
+from fusedtrain.advisor.bench import LAYOUTS, Contest, Options as Work
 
-__all__ = ["LAYOUTS", "Options", "Work", "dtype_name"]
+__all__ = ["LAYOUTS", "PASSES", "Case", "Options", "Work", "dtype_name", "joined"]
+
+# Passes of a function of one tensor, which in all of them requires a gradient.
+PASSES = ("forward", "backward", "forward+backward")
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,47 @@ class Options:
     def wants(self, op: str, model: str = "") -> bool:
         """Whether the names of a case are among those asked for; none asked for: all are."""
         return (not self.ops or op in self.ops) and (not self.models or model in self.models)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of an op on tensors: its rivals share the tensors and the measurement loop.
+
+    Args:
+        name: of the test, by which a stored row is replaced.
+        op: the name that --op selects by.
+        part: the pass.
+        dtype: of the tensors.
+        shape: of the first tensor.
+        contest: makes the contestants from `Work` and the arguments; rows with the same ones
+            share them.
+        label: the op as the row has it; "": `op`.
+        layout: as the row has it.
+        model: the network that has this layer.
+        compiled: torch.compile takes part.
+        kept: the row says how many bytes forward keeps for backward.
+    """
+
+    name: str
+    op: str
+    part: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    contest: Callable[..., Contest]
+    arguments: tuple[Any, ...]
+    label: str = ""
+    layout: str = ""
+    model: str = ""
+    compiled: bool = False
+    kept: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def joined(*parts: object) -> str:
+    """The name of a case, from its parts; empty ones are left out."""
+    return "-".join(filter(None, map(str, parts)))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -6,36 +6,29 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import mean, median
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.harness.cases import dtype_name
-from benchmarks.harness.guards import admit
+from benchmarks.harness.cases import Case, Work, dtype_name
+from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.rows import make_row
 from fusedtrain._graph.kept import kept_bytes
-from fusedtrain.advisor.bench import COPY, FRESH_COPY, Contest
+from fusedtrain.advisor.bench import Contest, copies_of
 from fusedtrain.advisor.bench.clock import (
     Call,
     Clock,
     Effort,
     FlushingCudaClock,
-    Function,
     cpu_clock,
     cuda_clock,
     interleave,
 )
 
-# Passes of a function of one tensor, which in all of them requires a gradient.
-PASSES = ("forward", "backward", "forward+backward")
-# A copy goes through as much memory as a step, but not more than this each way: several times the
-# largest caches.
-COPY_BYTES = 1 << 28
 Prepare = Callable[[str], object]
 
 
@@ -96,61 +89,43 @@ class Race:
         stats |= {"median": median(seconds), "rounds": len(seconds)}
         self.entry.update(extra_info=row, stats=stats)
 
-    def match(
-        self,
-        contest: Contest,
-        pass_name: str,
-        where: str,
-        *,
-        family: str,
-        op: str,
-        kept: Mapping[str, Call] | None = None,
-        **extra: Any,
-    ) -> None:
-        """Gates the contestants, times them beside copies of the source, and makes the row.
+    def op(self, family: str, case: Case, kernel: str = "") -> None:
+        """Gates the contestants of an op, times them beside copies of the source, makes the row.
 
-        ``kept``: who -> a forward, where rows say how many bytes that keeps for backward.
+        ``kernel``: the op that needs one on the device, for the reference is not to be timed.
         """
-        match, source = contest.match(pass_name), contest.source
-        admitted = admit(match.calls, lambda who, _: match.gate(who), where)
+        if kernel:
+            refuse_the_reference(kernel, self.device)
+        work = Work(self.device, case.dtype, compiled=case.compiled)
+        contest = contest_of(case.contest, case.arguments, work)
+        match, source = contest.match(case.part), contest.source
+        admitted = admit(match.calls, lambda who, _: match.gate(who), f"{case} on {self.device}")
         if self.is_off:
             return
-        out = torch.empty_like(source)
-        copies: dict[str, Call] = {COPY: lambda: out.copy_(source), FRESH_COPY: source.clone}
-        samples = self.samples({**admitted, **copies})
-        if kept is not None:
-            extra["kept"] = {who: kept_bytes(kept[who]) / source.numel() for who in admitted}
+        samples = self.samples({**admitted, **copies_of(source)})
+        extra: dict[str, Any] = {"pass": case.part}
+        if len(case.shape) > 1:
+            extra |= {"shape": list(case.shape), "layout": case.layout, "model": case.model}
+        if case.kept:
+            leaf = source.detach().requires_grad_()
+            forwards = {who: partial(contest.functions[who], leaf) for who in admitted}
+            extra["kept"] = {who: kept_bytes(f) / source.numel() for who, f in forwards.items()}
         self.finish(
             family,
             samples,
             moved=match.bytes,
             copied=2 * source.nbytes,
-            op=op,
-            dtype=dtype_name(source.dtype),
+            op=case.label or case.op,
+            dtype=dtype_name(case.dtype),
             numel=source.numel(),
-            **{"pass": pass_name, **extra},
+            **extra,
         )
 
 
-def call_of(
-    function: Function, pass_name: str, x: Tensor, gradient: Tensor, weights: Sequence[Tensor] = ()
-) -> Call:
-    """The timed call of a pass in training: forward keeps what backward needs, and backward alone
-    repeats itself on what one forward kept."""
-    leaves = [t.detach().requires_grad_() for t in (x, *weights)]
-    if pass_name == "forward":
-        return lambda: function(*leaves)
-    if pass_name == "backward":
-        y = function(*leaves)
-        return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True)
-    return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
-
-
 @lru_cache(maxsize=1)
-def copy_buffers(moved: int, device: str) -> tuple[Tensor, Tensor]:
-    """Source and target of the copy that a step is compared with, which moves so many bytes."""
-    source = torch.ones(min(moved // 2, COPY_BYTES) // 4, device=device)
-    return source, torch.ones_like(source)
+def contest_of(make: Callable[..., Contest], arguments: tuple[Any, ...], work: Work) -> Contest:
+    """The contest of neighbouring rows: its contestants are gated, and compiled, once."""
+    return make(work, *arguments)
 
 
 class _CountingOps(TorchDispatchMode):

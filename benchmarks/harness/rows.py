@@ -13,10 +13,8 @@ from typing import Any
 
 from benchmarks.harness.clock import setting
 from benchmarks.harness.store import FAMILIES
-from fusedtrain.advisor.bench import COPY, FRESH_COPY
-from fusedtrain.advisor.bench.clock import compare
+from fusedtrain.advisor.bench import numbers
 
-COPIES = (COPY, FRESH_COPY)  # not contestants
 # A time this many times the best of its kind was taken on a busy machine. With both of two cores
 # taken, each call of torch's thread pool waited for a time slice: 16 ms for a copy of 256 KB.
 BUSY = 2.0
@@ -40,27 +38,14 @@ def make_row(
     copied: float = 0,
     **extra: Any,
 ) -> dict[str, Any]:
-    """One row of the results, from the samples of ``interleave``.
-
-    ``samples`` has "fusedtrain", the rivals, and ``COPIES`` where bandwidths are compared: a call
-    moves ``moved`` bytes, a copy ``copied``, read and written.
-    """
-    ns = medians(samples)
-    if moved:
-        speed = {name: (copied if name in COPIES else moved) / time for name, time in ns.items()}
-        shares = {name: 100 * speed["fusedtrain"] / speed[name] for name in COPIES if name in ns}
-        extra |= {"bytes": moved, "gb_per_s": speed}
-        extra["percent_of_copy"] = shares.get("copy_fresh", shares["copy"])
-        if "copy_fresh" in shares:
-            extra["percent_of_preallocated_copy"] = shares["copy"]
+    """One row of the results, from the samples of ``interleave``: "fusedtrain", the rivals, and
+    copies where bandwidths are compared (see ``numbers``)."""
     return {
         "family": family,
         **extra,
         **setting(device),
-        "rounds": len(samples["fusedtrain"]),
-        "ns": ns,
+        **numbers(samples, moved, copied),
         "ns_min": {name: min(values) for name, values in samples.items()},
-        **compare(samples, ns.keys() - {"fusedtrain", *COPIES}),
     }
 
 

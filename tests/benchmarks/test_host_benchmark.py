@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,63 +12,92 @@ from torch import Tensor, nn
 
 from benchmarks import bench_host as bench, report
 from benchmarks.harness import calls
-from benchmarks.harness.calls import CALLS, Contestant, check
-from benchmarks.harness.cases import LAYOUTS, Options
+from benchmarks.harness.calls import CALLS, check
+from benchmarks.harness.cases import LAYOUTS, Options, Work
 from benchmarks.harness.rows import Row
 from fusedtrain.advisor.bench.gate import NotTheJob
+from fusedtrain.advisor.bench.norms import Contestant
 from helpers.benchmarks import measured, mistakes
+
+
+def gate(op: str, layout: str, spoil: Callable[[Any], Any] | None = None) -> None:
+    """Checks both, or fusedtrain's, which is eager's after `spoil`."""
+    contest = CALLS[op].contest(Work(), layout)
+    if spoil is not None:
+        right: Any = contest.functions["eager"]
+        wrong: Any = spoil(getattr(right, "function", right))
+        if hasattr(right, "norm"):
+            wrong = Contestant(right.norm, wrong)
+        contest = replace(contest, functions={"fusedtrain": wrong})
+    for who in contest.functions:
+        check(CALLS[op], contest, who)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", CALLS)
 def test_right_ones_pass(op: str, layout: str) -> None:
-    for maker in (CALLS[op].ours, CALLS[op].eager):
-        check(CALLS[op], maker, LAYOUTS[layout], "cpu")
+    gate(op, layout)
 
 
 @pytest.mark.parametrize("mistake", mistakes(torch.relu))
 @pytest.mark.parametrize("op", ["bn_relu", "silu", "glu", "gate", "bias_gelu_dropout"])
 def test_wrong_ones_do_not(op: str, mistake: str) -> None:
-    def wrong(device: str, dtype: torch.dtype) -> Contestant:
-        right = CALLS[op].eager(device, dtype)
-        return replace(right, function=mistakes(right.function)[mistake])
-
-    with pytest.raises((NotTheJob, RuntimeError)):
-        check(CALLS[op], wrong, torch.contiguous_format, "cpu")
+    with pytest.raises(NotTheJob):
+        gate(op, "contiguous", lambda right: mistakes(right)[mistake])
 
 
 def test_wrong_from_the_second_call_on() -> None:
-    """A running statistic is spoilt from the third call on."""
+    def stale(right: Any) -> Any:
+        seen: list[Tensor] = []
 
-    class Stale(nn.Module):
-        def __init__(self, right: Contestant) -> None:
-            super().__init__()
-            self.right, self.calls = right, 0
+        def function(x: Tensor) -> Tensor:
+            seen.append(x)
+            return right(x) * (1.02 if len(seen) > 1 else 1.0)
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            y: Tensor = self.right.function(x)
-            if self.calls > 2:
-                self.right.state[0].data.mul_(0.9)  # unseen by autograd
-            return y
+        return function
 
-    def stale(device: str, dtype: torch.dtype) -> Contestant:
-        right = CALLS["bn_relu"].eager(device, dtype)
-        return replace(right, function=Stale(right))
+    with pytest.raises(NotTheJob, match="wrong output"):
+        gate("bn_relu", "contiguous", stale)
 
-    with pytest.raises(NotTheJob, match="running statistics"):
-        check(CALLS["bn_relu"], stale, torch.contiguous_format, "cpu")
+
+def test_stale_statistics_from_the_third_call_on() -> None:
+    contest = CALLS["bn_relu"].contest(Work(), "contiguous")
+    right, calls = contest.functions["eager"], iter(range(9))
+
+    def function(x: Tensor) -> Tensor:
+        y: Tensor = right.function(x)
+        if next(calls) == 2:
+            right.norm.running_mean.data.mul_(0.9)  # unseen by autograd
+        return y
+
+    wrong = replace(contest, functions={"fusedtrain": Contestant(right.norm, function)})
+    with pytest.raises(NotTheJob, match="wrong running_mean"):
+        check(CALLS["bn_relu"], wrong, "fusedtrain")
+
+
+def test_gradients_where_there_must_be_none() -> None:
+    def recording(right: Any) -> Any:
+        return torch.enable_grad()(right)
+
+    with pytest.raises(NotTheJob, match="requires a gradient where it must not"):
+        gate("silu", "contiguous", recording)
+
+
+def test_wrong_without_gradients() -> None:
+    def spoil(right: Any) -> Any:
+        return lambda x: right(x) * (1.0 if torch.is_grad_enabled() else 1.02)
+
+    with pytest.raises(NotTheJob, match="output without gradients"):
+        gate("silu", "contiguous", spoil)
 
 
 def test_wrong_layout() -> None:
-    call = CALLS["silu"]
+    def other(right: Any) -> Any:
+        return lambda x: right(x).contiguous()
 
-    def other(device: str, dtype: torch.dtype) -> Contestant:
-        return Contestant(lambda x: nn.functional.silu(x).contiguous())
-
-    check(call, other, torch.contiguous_format, "cpu")
+    gate("silu", "contiguous", other)
     with pytest.raises(NotTheJob, match="strides"):
-        check(call, other, torch.channels_last, "cpu")
+        gate("silu", "channels_last", other)
 
 
 def test_cases() -> None:

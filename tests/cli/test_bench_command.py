@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -21,11 +20,9 @@ from fusedtrain.advisor.bench import (
     _match,
     amp_step,
     conv,
-    depthwise,
     measure,
 )
 from fusedtrain.advisor.bench.clock import Effort
-from fusedtrain.advisor.bench.gate import NotTheJob
 from fusedtrain.cli import bench, main
 from fusedtrain.cli._exit import Exit
 from fusedtrain.cli._roofline import roofline
@@ -101,18 +98,6 @@ def test_operations_of_grouped_convolutions() -> None:
         assert _match.count_operations(step) == 3 * 2 * 25 * (32 // groups) * x.numel()
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_the_gate_of_depthwise_convolutions(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = depthwise.Layer(16, 15, 5)
-    made = depthwise.contest(QUICK, layer, 2, layout)
-    for part in depthwise.PASSES:
-        for who in made.match(part).calls:
-            made.gate(who)
-    monkeypatch.setattr(depthwise.Layer, "ours", lambda self, x, w: self.eager(x, w) * 1.0001)
-    with pytest.raises(NotTheJob, match="wrong output"):
-        depthwise.contest(QUICK, layer, 2, layout).gate("fusedtrain")
-
-
 def test_more_rows_without_quick() -> None:
     for entries in FAMILIES.values():
         quick, all_of_them = (list(entries(o)) for o in (QUICK, Options()))
@@ -136,24 +121,6 @@ def test_wrong_numbers_are_not_timed(
     assert all("wrong forward" in row["wrong"] and "ns" not in row for row in rows)
     assert main(["bench", "activations", "--quick"]) == Exit.FOUND
     assert "WRONG, not timed: mish forward+backward 2^16" in capsys.readouterr().out
-
-
-def test_the_gate_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    for op in amp_step.RULES:
-        for who in ("fusedtrain", "eager", "torch fused"):
-            amp_step.check(who, op, QUICK)
-    monkeypatch.setattr(amp_step, "GATE_SCALE", 1.0)
-    step = amp_step._step
-
-    def without_scaler(who: str, rule: Any, params: Any, lr: float, scale: float) -> Any:
-        return torch.optim.AdamW(params, lr=lr, **rule.options).step
-
-    monkeypatch.setattr(amp_step, "_step", without_scaler)
-    with pytest.raises(NotTheJob, match="infinite gradient was not skipped"):
-        amp_step.check("eager", "adamw", QUICK)
-    monkeypatch.setattr(amp_step, "_step", lambda w, r, p, lr, s: step(w, r, p, 1.02 * lr, s))
-    with pytest.raises(NotTheJob, match="wrong parameter"):
-        amp_step.check("fusedtrain", "adamw", QUICK)
 
 
 @pytest.mark.parametrize("job", [conv.TRAIN, conv.TUNE, conv.INFERENCE])

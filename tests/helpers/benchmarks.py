@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness.race import Race
+from benchmarks.harness.race import Race, contest_of
 from benchmarks.harness.rows import Row
 from fusedtrain.advisor.bench.clock import Effort, cpu_clock
 
@@ -39,7 +39,8 @@ def measured(bench: ModuleType, case: Any) -> Row:
 
 
 def forget(bench: ModuleType) -> None:
-    """Contestants that the module has kept: those of another test may be changed ones."""
+    """Contestants that are kept: those of another test may be changed ones."""
+    contest_of.cache_clear()
     for value in vars(bench).values():
         if hasattr(value, "cache_clear") and value.__module__ == bench.__name__:
             value.cache_clear()

@@ -19,7 +19,11 @@ from ._match import (
     Entry,
     Options,
     Result,
+    call_of,
+    copies_of,
+    duel,
     measure,
+    numbers,
     peak_operations,
 )
 
@@ -45,6 +49,10 @@ __all__ = [
     "Entry",
     "Options",
     "Result",
+    "call_of",
+    "copies_of",
+    "duel",
     "measure",
+    "numbers",
     "peak_operations",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,9 @@ from .clock import (
     Call,
     Clock,
     Effort,
+    Function,
     compare,
+    compiled,
     cpu_clock,
     cuda_clock,
     interleave,
@@ -113,6 +115,46 @@ class Contest:
         return Match(calls, self.gate, self.bytes(part), self.source)
 
 
+def duel(options: Options, ours: Function, eager: Function) -> dict[str, Function]:
+    """The usual contestants: fusedtrain's function, eager torch's, and that one compiled."""
+    functions = {OURS: ours, EAGER: eager}
+    if options.compiled:
+        functions[COMPILE] = compiled(eager)
+    return functions
+
+
+def call_of(
+    function: Function,
+    part: str,
+    tensors: Sequence[Tensor],
+    gradient: Tensor,
+    constants: int = 0,
+    *,
+    trains: bool = False,
+) -> Call:
+    """The timed call of a pass; backward alone repeats itself on what one forward kept.
+
+    The last ``constants`` of the tensors get no gradient. ``trains``: the others require one in
+    the forward pass, too, which then keeps what backward needs.
+    """
+    trained = len(tensors) - constants
+    leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
+    if part == "forward":
+        arguments = leaves if trains else tensors
+        return lambda: function(*arguments)
+    if part == "backward":
+        y = function(*leaves)
+        return lambda: torch.autograd.grad(y, leaves[:trained], gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(function(*leaves), leaves[:trained], gradient)
+
+
+def copies_of(source: Tensor, *, in_place: bool = False) -> dict[str, Call]:
+    """The copies that a job is timed beside: into memory that exists, and into a new tensor."""
+    target = torch.empty_like(source)
+    copies: dict[str, Call] = {COPY: lambda: target.copy_(source)}
+    return copies if in_place else {**copies, FRESH_COPY: source.clone}
+
+
 @dataclass(frozen=True)
 class Entry:
     """A row to be measured: what is said of it, and how the match is made."""
@@ -139,6 +181,7 @@ class Result:
         ratio_interval: the 99 % interval of that.
         gb_per_s: who -> the least bytes / time; of the copies, what these move.
         percent_of_copy: fusedtrain's of that of a copy into a new tensor (see `Match.in_place`).
+        percent_of_preallocated_copy: of that of a copy into memory that exists, beside the former.
         operations: see `count_operations`.
         bytes: see `Match`.
         left_out: who -> why they were not timed.
@@ -152,6 +195,7 @@ class Result:
     ratio_interval: dict[str, tuple[float, float]] = field(default_factory=dict)
     gb_per_s: dict[str, float] = field(default_factory=dict)
     percent_of_copy: float = math.nan
+    percent_of_preallocated_copy: float = math.nan
     operations: float = 0.0
     bytes: float = 0.0
     rounds: int = 0
@@ -183,27 +227,34 @@ def measure(entry: Entry, device: str, effort: Effort = NORMAL) -> Result:
         if who in left_out:
             del match.calls[who]
     source = match.source
-    target = torch.empty_like(source)
-    copies: dict[str, Call] = {COPY: lambda: target.copy_(source)}
-    if not match.in_place:
-        copies[FRESH_COPY] = source.clone
+    copies = copies_of(source, in_place=match.in_place)
     operations = count_operations(match.calls[EAGER]) if EAGER in match.calls else 0.0
     samples = interleave({**match.calls, **copies}, CLOCKS[device], effort, match.prepare)
-    ns = {who: statistics.median(values) for who, values in samples.items()}
-    moved = {who: 2 * source.nbytes if who in copies else match.bytes for who in ns}
-    speed = {who: moved[who] / time for who, time in ns.items()}
     return Result(
         entry,
-        ns=ns,
+        **numbers(samples, match.bytes, 2 * source.nbytes),
         interval=median_interval(samples[OURS]),
-        **compare(samples, ns.keys() - {OURS, *copies}),
-        gb_per_s=speed,
-        percent_of_copy=100 * speed[OURS] / speed[COPY if match.in_place else FRESH_COPY],
         operations=operations,
-        bytes=match.bytes,
-        rounds=len(samples[OURS]),
         left_out=left_out,
     )
+
+
+def numbers(
+    samples: Mapping[str, Sequence[float]], moved: float = 0.0, copied: float = 0.0
+) -> dict[str, Any]:
+    """Medians, ratios and, where a call moves bytes, bandwidths beside those of the copies, which
+    move ``copied``, read and written."""
+    ns = {who: statistics.median(values) for who, values in samples.items()}
+    rivals = ns.keys() - {OURS, COPY, FRESH_COPY}
+    result = {"rounds": len(samples[OURS]), "ns": ns, **compare(samples, rivals)}
+    if moved:
+        copies = [who for who in (FRESH_COPY, COPY) if who in ns]
+        speed = {who: (copied if who in copies else moved) / time for who, time in ns.items()}
+        shares = [100 * speed[OURS] / speed[who] for who in copies]
+        result |= {"bytes": moved, "gb_per_s": speed, "percent_of_copy": shares[0]}
+        if len(shares) > 1:
+            result["percent_of_preallocated_copy"] = shares[1]
+    return result
 
 
 # --- the roofs ---

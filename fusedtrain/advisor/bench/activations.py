@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ... import functional
 from ..._text import size_text
 from ...reference import ACTIVATIONS
-from ._match import COMPILE, EAGER, OURS, Contest, Entry, Match, Options
-from .clock import Call, Function, compiled
+from ._match import COMPILE, Contest, Entry, Match, Options, call_of, duel
+from .clock import Function
 from .gate import CHAIN, FORWARD, GRADIENT, agrees, first_call
 
 # Tensors that the cheapest exact scheme reads and writes. Backward reads the gradient and the one
@@ -74,20 +73,11 @@ def _match(options: Options, op: str, part: str, numel: int) -> Match:
 def contest(options: Options, op: str, numel: int) -> Contest:
     """The activation on so many elements."""
     x, gradient = options.random(numel), options.random(numel, seed=1)
-    eager = ACTIVATIONS[op].eager
-    functions = {OURS: ours(op), EAGER: eager}
-    if options.compiled:
-        functions[COMPILE] = compiled(eager)
 
     def gate(who: str, function: Function) -> None:
         few = None if who == COMPILE else GATE  # it compiles for one size
         check(op, who, function, x[:few], gradient[:few])
 
-    leaf = x.detach().requires_grad_()
-
-    def call(function: Function, part: str) -> Call:
-        if part == "forward":
-            return lambda: function(x)
-        return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
-
+    call = partial(call_of, tensors=[x], gradient=gradient)
+    functions = duel(options, ours(op), ACTIVATIONS[op].eager)
     return Contest(functions, gate, call, lambda part: TENSORS[part] * x.nbytes, x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,21 +12,13 @@ from torch import Tensor
 
 from ... import functional as F
 from ..._text import shape_text
-from ._match import (
-    COMPILE,
-    EAGER,
-    LAYOUTS,
-    OURS,
-    Contest,
-    Entry,
-    Match,
-    Options,
-)
-from .clock import Call, Function, compiled
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options, call_of, duel
+from .clock import Function
 from .gate import CHAIN, NotTheJob, agrees, first_call
 
 IMAGE = 96 * 56 * 56
 P = 0.1  # of dropout
+DROPPED = 2**14  # elements that tell the rate; of small tensors many calls are made
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class Chain:
     tensors: tuple[float, float]
     constants: int = 0
     image: bool = False  # [N, C, H, W], in both layouts
-    drops: bool = False
+    undropped: Function | None = None  # of a chain that drops elements at random
 
     def shapes_for(self, numel: int) -> tuple[tuple[int, ...], ...]:
         """Shapes with at least one image or row."""
@@ -91,11 +83,11 @@ CHAINS = {
         lambda x, b: T.dropout(T.gelu(x + b), P),
         lambda n: (_tokens(n), (4096,)),
         (2, 3),
-        drops=True,
+        undropped=lambda x, b: T.gelu(x + b),
     ),
     "dropout": Chain(
         lambda x: F.dropout(x, P), lambda x: T.dropout(x, P), lambda n: (_tokens(n),), (2, 2),
-        drops=True,
+        undropped=torch.clone,
     ),
     "se_gate": Chain(
         lambda x, s: F.gated(x, s, "sigmoid"),
@@ -124,31 +116,42 @@ CHAINS = {
 def check(chain: Chain, function: Function, tensors: tuple[Tensor, ...], grad: Tensor) -> None:
     """Raise NotTheJob unless forward and gradients are those of eager torch in float64."""
     wide = tuple(t.double() for t in tensors)
-    call = partial(first_call, constants=chain.constants)
-    exact = chain.eager
-    if chain.drops:
-        plain: Function = T.gelu if len(tensors) > 1 else torch.Tensor.clone
-        undropped = plain(sum(wide))
-        # Where it is 0, an output of 0 does not tell whether it was dropped.
-        grad = torch.where(undropped == 0, 0, grad)
-        results = call(function, tensors, grad)
-        # Whatever the mask: the rate, and that forward and backward have the same one.
-        kept = (results[0] != 0) | (undropped == 0)
-        rate = 1 - float(kept.double().mean())
-        if abs(rate - P) > 0.01:
-            raise NotTheJob(f"drops {rate:.3f} of the elements, not {P}")
-        mask = kept.double() / (1 - P)
+    if chain.undropped is not None:
+        _check_dropping(chain, chain.undropped, function, tensors, grad)
+        return
+    truth = first_call(chain.eager, wide, grad.double(), constants=chain.constants)
+    _compare(first_call(function, tensors, grad, constants=chain.constants), truth, grad.dtype)
 
-        def masked(*arguments: Tensor) -> Tensor:
-            return plain(sum(arguments)) * mask
 
-        exact = masked
-    else:
-        results = call(function, tensors, grad)
-    truth = call(exact, wide, grad.double())
+def _compare(results: Sequence[Tensor], truth: Sequence[Tensor], dtype: torch.dtype) -> None:
     for number, (actual, expected) in enumerate(zip(results, truth, strict=True)):
         what = f"gradient {number}" if number else "output"
-        agrees(what, actual, expected, CHAIN[grad.dtype])
+        agrees(what, actual, expected, CHAIN[dtype])
+
+
+def _check_dropping(
+    chain: Chain, undropped: Function, function: Function, tensors: Sequence[Tensor], grad: Tensor
+) -> None:
+    """Checks whatever mask is drawn: the rate, and that forward and backward have the same one."""
+    wide = tuple(t.double() for t in tensors)
+    whole = undropped(*wide)
+    # Where it is 0, an output of 0 does not tell whether it was dropped.
+    grad = torch.where(whole == 0, 0, grad)
+    calls = max(1, DROPPED // grad.numel())
+    rate = 0.0
+    for _ in range(calls):
+        results = first_call(function, tensors, grad)
+        kept = (results[0] != 0) | (whole == 0)
+        rate += (1 - float(kept.double().mean())) / calls
+        mask = kept.double() / (1 - P)
+
+        def masked(*arguments: Tensor, mask: Tensor = mask) -> Tensor:
+            return undropped(*arguments) * mask
+
+        if calls > 1 or abs(rate - P) <= 0.01:
+            _compare(results, first_call(masked, wide, grad.double()), grad.dtype)
+    if abs(rate - P) > 0.01:
+        raise NotTheJob(f"drops {rate:.3f} of the elements, not {P}")
 
 
 # --- the command `bench` ---
@@ -175,23 +178,26 @@ def _match(options: Options, op: str, numel: int, part: str, layout: str) -> Mat
 
 
 def tensors_of(
-    options: Options, op: str, numel: int, layout: str
+    options: Options, chain: Chain, numel: int, layout: str
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """The arguments, and the gradient of the output."""
     kind = layout or "contiguous"
-    shapes = CHAINS[op].shapes_for(numel)
+    shapes = chain.shapes_for(numel)
     tensors = tuple(options.random(*s, seed=n, layout=kind) for n, s in enumerate(shapes))
-    output = CHAINS[op].eager(*tensors)
+    output = chain.eager(*tensors)
     return tensors, options.random(*output.shape, seed=len(shapes), layout=kind)
 
 
 def contest(options: Options, op: str, numel: int, layout: str) -> Contest:
     """The chain on so many elements of its first tensor."""
-    chain = CHAINS[op]
-    tensors, gradient = tensors_of(options, op, numel, layout)
-    functions: dict[str, Function] = {OURS: chain.ours, EAGER: chain.eager}
-    if options.compiled:
-        functions[COMPILE] = compiled(chain.eager)
+    return contest_of(options, CHAINS[op], numel, layout)
+
+
+def contest_of(
+    options: Options, chain: Chain, numel: int, layout: str, *, trains: bool = False
+) -> Contest:
+    """The same for any chain; see `call_of` for `trains`."""
+    tensors, gradient = tensors_of(options, chain, numel, layout)
     batch, trained = len(tensors[0]), len(tensors) - chain.constants
     few = max(1, GATE // (tensors[0].numel() // batch))
     # Biases are not split, even if they are as many as the rows. Stochastic depth's numbers are.
@@ -204,14 +210,10 @@ def contest(options: Options, op: str, numel: int, layout: str) -> Contest:
         whole = who == COMPILE  # which compiles for one size
         check(chain, function, tensors if whole else part_of, gradient if whole else gradient[:few])
 
-    leaves = [t.detach().requires_grad_(i < trained) for i, t in enumerate(tensors)]
-
-    def call(function: Function, part: str) -> Call:
-        if part == "forward":
-            return lambda: function(*tensors)
-        return lambda: torch.autograd.grad(function(*leaves), leaves[:trained], gradient)
-
     def moved(part: str) -> float:
         return tensors[0].nbytes * sum(chain.tensors[: 1 if part == "forward" else 2])
 
-    return Contest(functions, gate, call, moved, tensors[0])
+    call = partial(
+        call_of, tensors=tensors, gradient=gradient, constants=chain.constants, trains=trains
+    )
+    return Contest(duel(options, chain.ours, chain.eager), gate, call, moved, tensors[0])

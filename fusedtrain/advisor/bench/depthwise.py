@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.nn import functional as T
 
 from ... import functional as F
 from ..._text import shape_text
-from ._match import COMPILE, EAGER, LAYOUTS, OURS, Contest, Entry, Match, Options
-from .clock import Call, Function, compiled
+from ._match import LAYOUTS, Contest, Entry, Match, Options, call_of, duel
+from .clock import Function
 from .gate import GRADIENT, Tolerance, agrees, first_call
 
 _OURS: Mapping[int, Function] = {
@@ -78,24 +77,13 @@ def contest(
     x = options.random(batch, layer.channels, *[layer.side] * layer.dims, layout=layout)
     weight = layer.weight(options)
     gradient = options.random(*layer.eager(x, weight).shape, seed=1, layout=layout)
-    functions: dict[str, Function] = {OURS: layer.ours, EAGER: layer.eager}
-    if options.compiled:
-        functions[COMPILE] = compiled(layer.eager)
     few = batch if options.compiled else gate_batch or batch  # it compiles for one size
 
     def gate(who: str, function: Function) -> None:
         check(function, layer, x[:few], weight, gradient[:few])
 
-    def call(function: Function, part: str) -> Call:
-        """Forward keeps what backward needs; backward repeats itself on what one forward kept."""
-        leaves = [t.detach().requires_grad_() for t in (x, weight)]
-        if part == "forward":
-            return lambda: function(*leaves)
-        if part == "backward":
-            y = function(*leaves)
-            return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True)
-        return lambda: torch.autograd.grad(function(*leaves), leaves, gradient)
-
+    call = partial(call_of, tensors=[x, weight], gradient=gradient, trains=True)
+    functions = duel(options, layer.ours, layer.eager)
     return Contest(functions, gate, call, lambda part: layer.tensors(part) * x.nbytes, x)
 
 

@@ -69,10 +69,15 @@ def agrees(what: str, actual: Tensor | None, expected: Tensor, tolerance: Tolera
 
 
 def same_kind(actual: Tensor, like: Tensor) -> None:
-    """Raise NotTheJob unless dtype, shape and layout are those of ``like``."""
-    kind, wanted = ((t.dtype, tuple(t.shape), t.stride()) for t in (actual, like))
+    """Raise NotTheJob unless dtype, shape and layout are those of ``like``; strides of dimensions
+    of size 1 say nothing."""
+    kind, wanted = ((t.dtype, tuple(t.shape), _strides(t)) for t in (actual, like))
     if kind != wanted:
-        raise NotTheJob(f"returned {' '.join(map(str, kind))}")
+        raise NotTheJob(f"returned {kind[0]} {kind[1]} with strides {actual.stride()}")
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
 
 
 def first_call(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -17,7 +17,8 @@ from .clock import Call
 from .gate import NotTheJob, Tolerance, agrees, same_kind
 
 PASSES = ("forward", "forward+backward")
-Layer = Callable[[Tensor, Tensor | None], Tensor]
+Layer = Callable[..., Tensor]  # of the input and the residual, if there is one
+Makers = Mapping[str, Callable[["NormOp", int, str], "Contestant"]]
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,7 @@ def ours(op: NormOp, channels: int, device: str) -> Contestant:
     else:
         norm = BatchNormAct2d(channels, **options)
     norm = _prepared(norm, op, device)
-    if op.add:
-        return Contestant(norm, norm)
-    return Contestant(norm, lambda x, residual: norm(x))
+    return Contestant(norm, norm)
 
 
 def eager(op: NormOp, channels: int, device: str) -> Contestant:
@@ -121,7 +120,7 @@ def compiled(op: NormOp, channels: int, device: str) -> Contestant:
     return Contestant(stock.norm, torch.compile(stock.function, fullgraph=True, dynamic=False))
 
 
-CONTESTANTS = {"fusedtrain": ours, "eager": eager, "compile": compiled}
+CONTESTANTS: Makers = {"fusedtrain": ours, "eager": eager, "compile": compiled}
 
 
 # --- the gate ---
@@ -132,6 +131,7 @@ EACH = {torch.float32: 1e-4, torch.bfloat16: 2**-5, torch.float16: 2**-8}
 WHOLE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 # Nearer to zero than this, rounding can decide which side of a ReLU a number is on.
 MARGIN = {torch.float32: 1e-4, torch.bfloat16: 2**-4, torch.float16: 2**-7}
+CALLS = 3  # of the gate: a module may take another way from its second call on
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Exact:
     gradient: Tensor  # of the output; zero where rounding could decide
     output: Tensor
     gradients: Sequence[Tensor]
-    statistics: Sequence[Tensor]  # running mean and variance, after the call
+    statistics: Sequence[Tensor]  # running mean and variance, after the calls
 
 
 def exact(op: NormOp, x: Tensor, residual: Tensor | None, gradient: Tensor) -> Exact:
@@ -149,7 +149,8 @@ def exact(op: NormOp, x: Tensor, residual: Tensor | None, gradient: Tensor) -> E
     norm = _prepared(nn.BatchNorm2d(x.shape[1]), op, str(x.device)).double()
     leaf = x.double().requires_grad_()
     added = None if residual is None else residual.double().requires_grad_()
-    z = norm(leaf) if added is None else norm(leaf) + added
+    for _ in range(CALLS):
+        z = norm(leaf) if added is None else norm(leaf) + added
     masked = torch.where(z.detach().abs() > MARGIN[x.dtype], gradient, 0)
     output = getattr(nn, op.act)()(z) if op.act else z
     leaves = Contestant(norm, norm).leaves(leaf, added)
@@ -158,20 +159,21 @@ def exact(op: NormOp, x: Tensor, residual: Tensor | None, gradient: Tensor) -> E
 
 
 def check(contestant: Contestant, truth: Exact, x: Tensor, residual: Tensor | None) -> None:
-    """Raise NotTheJob unless the contestant's first call, forward and backward, is right."""
+    """Raise NotTheJob unless the contestant's calls, forward and backward, are right."""
     leaf = x.detach().requires_grad_()
     added = None if residual is None else residual.detach().requires_grad_()
-    output = contestant.function(leaf, added)
-    same_kind(output, x)
-    if not output.requires_grad:
-        raise NotTheJob("the output does not require a gradient")
-    gradients = torch.autograd.grad(
-        output, contestant.leaves(leaf, added), truth.gradient, allow_unused=True
-    )
     names = ["input", *([] if residual is None else ["residual"]), "weight", "bias"]
-    _close("output", output, truth.output, x.dtype)
-    for name, actual, expected in zip(names, gradients, truth.gradients):
-        _close(f"gradient of {name}", actual, expected, x.dtype)
+    for _ in range(CALLS):
+        output = contestant.function(*((leaf,) if added is None else (leaf, added)))
+        same_kind(output, x)
+        if not output.requires_grad:
+            raise NotTheJob("the output does not require a gradient")
+        gradients = torch.autograd.grad(
+            output, contestant.leaves(leaf, added), truth.gradient, allow_unused=True
+        )
+        _close("output", output, truth.output, x.dtype)
+        for name, actual, expected in zip(names, gradients, truth.gradients):
+            _close(f"gradient of {name}", actual, expected, x.dtype)
     norm = contestant.norm
     for name, expected in zip(("running_mean", "running_var"), truth.statistics, strict=True):
         _close(name, getattr(norm, name), expected, torch.float32)
@@ -206,15 +208,23 @@ def _match(options: Options, name: str, part: str, shape: tuple[int, ...], layou
     return contest(options, name, shape, layout).match(part)
 
 
-def contest(options: Options, name: str, shape: tuple[int, ...], layout: str) -> Contest:
-    """The layer on an input of this shape."""
+def contest(
+    options: Options,
+    name: str,
+    shape: tuple[int, ...],
+    layout: str,
+    makers: Makers = CONTESTANTS,
+    *,
+    trains: bool = False,
+) -> Contest:
+    """The layer on an input of this shape; see `call_of` for `trains`."""
     op, device = OPS[name], options.device
     x, residual, gradient = (options.random(*shape, seed=n, layout=layout) for n in range(3))
     x = 0.5 + 2 * x
     added = residual if op.add else None
     entrants = {
         who: make(op, shape[1], device)
-        for who, make in CONTESTANTS.items()
+        for who, make in makers.items()
         if who != COMPILE or options.compiled
     }
 
@@ -229,11 +239,12 @@ def contest(options: Options, name: str, shape: tuple[int, ...], layout: str) ->
 
     def call(contestant: Contestant, part: str) -> Call:
         function = contestant.function
+        inputs = [x] if added is None else [x, added]
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
         if part == "forward":
-            return lambda: function(x, added)
-        leaf = x.detach().requires_grad_()
-        more = None if added is None else added.detach().requires_grad_()
-        leaves = contestant.leaves(leaf, more)
-        return lambda: torch.autograd.grad(function(leaf, more), leaves, gradient)
+            arguments = leaves if trains else inputs
+            return lambda: function(*arguments)
+        trained = contestant.leaves(leaves[0], leaves[1] if op.add else None)
+        return lambda: torch.autograd.grad(function(*leaves), trained, gradient)
 
     return Contest(entrants, gate, call, lambda part: op.tensors(part) * x.nbytes, x)

@@ -89,7 +89,7 @@ class Watch:
         self.parallel: list[tuple[Site | None, nn.Module]] = []
         self.kept: Kept | None = None
         self.threads_site: Site | None = None
-        # Keyed by identity: a module may hash what its own __init__ has yet to set, as torchmetrics do.
+        # Keyed by identity: a module may hash what its __init__ has yet to set (torchmetrics).
         self.sites = WeakIdKeyDictionary()
         self._iterators: weakref.WeakKeyDictionary[Any, LoaderRecord] = weakref.WeakKeyDictionary()
         self.zeros: list[float] = []
