@@ -141,7 +141,7 @@ GPU_PYTHON ?= python3
 gpu:  ## everything that needs a GPU, or what is left of it; log, tests, numbers into RESULTS_DIR (ARGS="--minutes 9")
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $(ARGS)
 
-gpu-%:  # a part alone (docs/gpu.md)
+gpu-%:  # a part alone (docs/make_gpu.md)
 	RESULTS_DIR=$(RESULTS_DIR) $(GPU_PYTHON) tools/gpu.py $* $(ARGS)
 
 clean:  ## remove what was built; the environment stays

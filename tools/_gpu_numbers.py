@@ -50,7 +50,7 @@ def table(rows: list[Row]) -> str:
         if r.guess and abs(r.share - 1) > FAR:
             questions.append(
                 f"EXPLAIN: {' '.join(r.kind)}: {r.speed:.0f} GB/s measured, {r.guess:.0f} "
-                f"predicted, {r.share - 1:+.0%}: find the reason, and write it into docs/gpu.md"
+                f"predicted, {r.share - 1:+.0%}: find the reason for docs/gpu_kernels.md"
             )
     text = occupancy.table(HEAD, lines, markdown=False) if lines else "no row of bandwidth yet"
     return "\n".join(["measured GB/s, and the prediction (computed)", text, *questions])

@@ -1,4 +1,4 @@
-"""The parts of `make gpu`: a list of commands with limits. docs/gpu.md says what each is for."""
+"""The parts of `make gpu`: commands with limits. docs/make_gpu.md says what each is for."""
 
 from __future__ import annotations
 

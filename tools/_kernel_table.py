@@ -162,5 +162,5 @@ TIMED = {
 }  # fmt: skip
 # Kinds of AMP steps that no kernel has in its name, and the part of float32's bandwidth that they
 # should have. Masters are float32. States of 8 bits: 1.2 to 1.5 times as many steps, by an earlier
-# count of instructions, of 1 / 2.2 of the bytes (docs/gpu.md).
+# count of instructions, of 1 / 2.2 of the bytes (docs/gpu_kernels.md).
 KINDS = {"bfloat16+master": 1.0, "bfloat16+q8": 1.35 / 2.2}

@@ -4,7 +4,7 @@
 
 Every call goes on where the last one stopped, for the same sources, GPU and torch: the state is in
 build/gpu/results. $RESULTS_DIR (default benchmarks/results) gets all results as things happen.
-docs/gpu.md has the rest. Without a GPU each part starts all the same: a rehearsal.
+docs/make_gpu.md has the rest. Without a GPU each part starts all the same: a rehearsal.
 """
 
 from __future__ import annotations

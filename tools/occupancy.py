@@ -271,7 +271,7 @@ def rows(predicted: Iterable[Prediction]) -> list[tuple[str, ...]]:
 
 
 def by_kernel(predicted: list[Prediction]) -> str:
-    """The table of docs/gpu.md: a line a kernel and dtype, a column a device."""
+    """The table of docs/gpu_kernels.md: a line a kernel and dtype, a column a device."""
     lines: dict[tuple[str, str, str], dict[str, Prediction]] = defaultdict(dict)
     for p in predicted:
         lines[p.source, p.kernel, p.dtype][p.arch] = p
@@ -322,7 +322,7 @@ def main() -> int:
     parser.add_argument(
         "--check", action="store_true", help="fail where bytes are too few or instructions too many"
     )
-    parser.add_argument("--markdown", action="store_true", help="the tables of docs/gpu.md")
+    parser.add_argument("--markdown", action="store_true", help="the tables of docs/gpu_kernels.md")
     parser.add_argument("--arch", action="append", choices=list(MULTIPROCESSORS), help="only these")
     parser.add_argument("-k", default="", metavar="NAME", help="only kernels with this in the name")
     parser.add_argument(
