@@ -4,8 +4,7 @@ pickled.
     python tests/data/pickled_models.py
 
 writes `pickled_models.xz` anew: needed only where a change of the format is intended, and then the
-change belongs into the CHANGELOG. test_pickles.py loads the file that was written before
-the modules of the package had their present places.
+change belongs into the CHANGELOG. test_pickles.py loads the file of an earlier version.
 """
 
 from __future__ import annotations

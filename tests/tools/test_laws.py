@@ -29,7 +29,6 @@ PLANTED = {
     "families": ("a.py", "('fold', 'pool', 'x')\n['fold', 'b']", ["1: families"]),
     "Python": ("a.py", '"""Gives a."""\n# The b.\n# Which c.\nx = 1  #' + ' Of d', ["1: ", "4: "]),
     "C++": ("a.h", "// By a.\nint x;  // What x\nint y;  // y\n", ["1: ", "2: "]),
-    "later": ("fusedtrain/apex/a.py", "# By a.\nx = 1\n# What b.", ["3: "]),
 }  # fmt: skip
 
 
