@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._torch_private import foreach_mul_, is_view, unscale_
 from ...optim import FusedOptimizer
-from ._masters import Masters
+from ._masters import Masters, needs_master
 
 _MOST_TRIES = 300  # halvings from the largest float32 to the smallest are 277
 _living: WeakSet[ScaledGradients] = WeakSet()
@@ -54,16 +54,11 @@ class ScaledGradients:
         self.retired = False
         self.scaled_by: Tensor | None = None  # the scale of gradients whose unscaling is delayed
         self.found_inf: Tensor | None = None  # not 0: a pass since the last step overflowed
-        # Gradients of `plain_params` before the pass: the tensors, and their values.
-        self._before: list[tuple[Tensor, Tensor] | None] = []
+        # Parameters with gradients before the pass; the gradients' tensors, and their values.
+        self._before: list[tuple[Tensor, Tensor, Tensor]] = []
         for owner in self._owners(p for group in optimizer.param_groups for p in group["params"]):
             owner.retire()
-        saved = optimizer.state_dict() if optimizer.state else None
-        for group in optimizer.param_groups:
-            self._add(group)
-        if saved is not None:
-            optimizer.state.clear()
-            optimizer.load_state_dict(saved)  # casts states to the parameters' present dtypes
+        self._take(optimizer.param_groups, bool(optimizer.state))
         _living.add(self)
 
     # --- parameters
@@ -88,14 +83,32 @@ class ScaledGradients:
         """
         if self._owners(group["params"]):
             raise RuntimeError("a parameter of the group belongs to another optimizer already")
-        self._add(group)
+        self._take([group], False)
 
-    def _add(self, group: dict[str, Any]) -> None:
-        if self.with_masters:
-            self.masters.replace_in(group)
-        self.plain_params += [p for p in group["params"] if id(p) not in self.masters.param_of]
+    def _take(self, groups: list[dict[str, Any]], casts_states: bool) -> None:
+        """Makes masters of the groups' parameters, and casts states to the dtypes of these."""
+        optimizer, masters = self.optimizer, self.masters
+        saved = optimizer.state_dict() if casts_states else None
+        for group in groups if self.with_masters else ():
+            masters.replace_in(group)
+        every = [p for group in optimizer.param_groups for p in group["params"]]
+        self.plain_params = [p for p in every if id(p) not in masters.param_of]
         if self.fused:
-            self.optimizer._write_low_precision(self.masters.param_of)
+            optimizer._write_low_precision(masters.param_of)
+        if saved is not None:
+            optimizer.state.clear()
+            optimizer.load_state_dict(saved)
+
+    def _follow_groups(self) -> None:
+        """Takes over parameters that were unfrozen, or added to the groups, since the last pass."""
+        plain, masters = set(map(id, self.plain_params)), self.masters.param_of
+        for group in self.optimizer.param_groups:
+            if not all(id(p) in plain or id(p) in masters for p in group["params"]):
+                self.add(group)
+        unfrozen = [p for p in self.plain_params if self.with_masters and needs_master(p)]
+        if unfrozen:
+            stated = any(p in self.optimizer.state for p in unfrozen)
+            self._take(self.optimizer.param_groups, stated)
 
     def follow_parameters(self) -> None:
         """Updates masters of parameters that others have written to, before masters are read."""
@@ -118,6 +131,7 @@ class ScaledGradients:
                 f"amp.scale_loss within another of the same {type(self.optimizer).__name__}: its "
                 "gradients would have two scales"
             )
+        self._follow_groups()
         self.masters.check_devices()
         self.masters.begin()
         self.running = True
@@ -127,8 +141,9 @@ class ScaledGradients:
         # Gradients may be views of DistributedDataParallel's buckets, which backward writes to
         # whatever .grad is.
         self._before = [
-            None if g is None else (g, g.clone() if is_view(g) else g)
-            for g in (p.grad for p in self.plain_params)
+            (p, p.grad, p.grad.clone() if is_view(p.grad) else p.grad)
+            for p in self.plain_params
+            if p.grad is not None
         ]
         _drop([*self.plain_params, *self.masters.params])
 
@@ -169,9 +184,11 @@ class ScaledGradients:
     def _unscale(self, scale: Tensor) -> Tensor:
         """Divides in place, and adds to the masters' gradients. Returns 0 if all are finite."""
         self.scaled_by = None
-        grads = [p.grad for p in self.plain_params if p.grad is not None]
+        plain = [(p, p.grad) for p in self.plain_params if p.grad is not None]
         # The CUDA kernel takes no bfloat16: https://github.com/pytorch/pytorch/issues/127176.
-        divided = [g.float() if g.dtype is torch.bfloat16 else g for g in grads]
+        divided = [g.float() if g.dtype is torch.bfloat16 else g for _, g in plain]
+        # Gradients of create_graph=True are divided below, within their graph.
+        divided = [g.detach().clone() if g.requires_grad else g for g in divided]
         pairs = [(m, p.grad.float()) for m, p in self.masters.pairs() if p.grad is not None]
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         inverse_scale = scale.double().reciprocal().float()
@@ -180,8 +197,11 @@ class ScaledGradients:
             unscale_(some, device_found_inf, inverse_scale.to(device))
             # A blocking copy: a CPU tensor is read at once.
             found_inf = torch.maximum(found_inf, device_found_inf.to(found_inf.device))
-        for grad, wide in zip(grads, divided, strict=True):
-            if wide is not grad:
+        for (p, grad), wide in zip(plain, divided, strict=True):
+            if grad.requires_grad:
+                with torch.enable_grad():
+                    p.grad = grad * inverse_scale.to(grad.device)
+            elif wide is not grad:
                 grad.copy_(wide)
         for master, wide in pairs:
             if master.grad is None:
@@ -201,10 +221,11 @@ class ScaledGradients:
 
     def _restore(self) -> None:
         """Adds the stashed gradients, in the memory that they were in."""
-        for p, stashed in zip(self.plain_params, self._before):
-            if stashed is None:
+        for p, place, old in self._before:
+            if p.grad is not None and p.grad.requires_grad:
+                with torch.enable_grad():
+                    p.grad = p.grad + old
                 continue
-            place, old = stashed
             if p.grad is not None and is_view(p.grad):  # stays a view of its bucket
                 p.grad.add_(old)
                 continue

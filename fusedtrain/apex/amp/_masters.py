@@ -22,6 +22,11 @@ _master_of: Any = WeakTensorKeyDictionary()
 _loaded: Any = WeakTensorKeyDictionary()  # parameters whose master a checkpoint has set
 
 
+def needs_master(p: Tensor) -> bool:
+    """Whether an optimizer should step float32 weights in place of a parameter."""
+    return p.requires_grad and p.dtype in HALF_DTYPES
+
+
 class Masters:
     """Pairs of a master weight and the parameter of the model that is its rounded copy.
 
@@ -41,10 +46,13 @@ class Masters:
     def replace_in(self, group: dict[str, Any]) -> None:
         """Puts masters into the group for its 16-bit parameters that require gradients."""
         for i, p in enumerate(group["params"]):
-            if p.requires_grad and p.dtype in HALF_DTYPES:
+            if id(p) not in self.param_of and needs_master(p):
                 value = self._values.get(id(p), p.detach())
+                if value.device != p.device:
+                    value = p.detach()
                 wide = value.to(torch.float32, memory_format=torch.preserve_format)
                 master = torch.nn.Parameter(wide)
+                master.data.copy_(follow(p.detach(), wide))  # p may have changed since rounding
                 group["params"][i] = master
                 self.masters.append(master)
                 self.params.append(p)

@@ -106,6 +106,34 @@ def test_gradients_set_by_hand_are_used(level: str, kind: Any) -> None:
         torch.testing.assert_close(p, old - moved)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_of_gradients() -> None:
+    """The scale is in neither of two derivatives, also where gradients add up."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    reference = copy.deepcopy(model)
+    model, optimizer = amp.initialize(
+        model, MAKERS["torch-SGD"](model.parameters()), verbosity=0, loss_scale=1024.0
+    )
+
+    def of_gradients(some: nn.Module) -> Tensor:
+        return torch.stack([p.grad.square().sum() for p in some.parameters() if p.grad is not None])
+
+    for create_graph in (False, True):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=create_graph)
+        with amp.disable_casts():
+            loss_of(reference).backward(create_graph=create_graph)
+    gradients_alike(model.parameters(), reference)
+    penalty, expected = of_gradients(model).sum(), of_gradients(reference).sum()
+    torch.testing.assert_close(penalty, expected, rtol=0.03, atol=0.0)
+    optimizer.zero_grad()
+    backward(penalty, optimizer)
+    reference.zero_grad()
+    with amp.disable_casts():
+        expected.backward()
+    gradients_alike(model.parameters(), reference)
+
+
 # --- closures
 
 

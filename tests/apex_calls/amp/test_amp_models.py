@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fusedtrain
 from fusedtrain.apex import amp
 from helpers.amp_runs import MAKERS, backward, images, loss_of, moved_alike, network, start
 from helpers.rank_processes import results_of_two_ranks
@@ -52,6 +53,51 @@ def test_methods_of_every_kind_are_registered() -> None:
     library = _Library()
     assert {library.method(x), library.static(x), library.of_class(x)} == {torch.float16}
     assert {_Library.static(x), _Library.of_class(x)} == {torch.float16}
+
+
+@pytest.mark.parametrize("adam", [torch.optim.Adam, fusedtrain.optim.Adam])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_parameters_that_are_unfrozen_later(level: str, adam: Any) -> None:
+    model, reference = network(), network()
+    for some in (model, reference):
+        some[4].requires_grad_(False)
+    ref_optimizer = adam(reference.parameters(), lr=2e-3)
+    optimizer = adam(model.parameters(), lr=2e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for step in range(8):
+        if step == 3:
+            for some in (model, reference):
+                some[4].bias.data.add_(0.25)  # written to while frozen
+                some[4].requires_grad_(True)
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        ref_optimizer.zero_grad()
+        with amp.disable_casts():
+            loss_of(reference).backward()
+            ref_optimizer.step()
+    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+    moved_alike(model, reference, 0.04)
+
+
+@pytest.mark.parametrize("adam", [torch.optim.Adam, fusedtrain.optim.Adam])
+def test_states_of_parameters_that_are_frozen_and_unfrozen(adam: Any) -> None:
+    model = network()
+    optimizer = adam(model.parameters(), lr=2e-3)
+    loss_of(model).backward()
+    optimizer.step()
+    model[4].requires_grad_(False)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", verbosity=0, loss_scale=128.0
+    )
+    for frozen in (True, False):
+        model[4].requires_grad_(not frozen)
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+    masters = list(amp.master_params(optimizer))
+    assert set(optimizer.state) == set(masters)
+    assert [float(optimizer.state[p]["step"]) for p in masters] == [3, 3, 3, 2, 2]
 
 
 def test_a_group_of_another_optimizer_is_refused_whole() -> None:

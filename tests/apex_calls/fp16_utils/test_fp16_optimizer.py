@@ -263,3 +263,24 @@ def test_parameters_by_group() -> None:
     optimizer.param_groups = optimizer.param_groups[:1]
     assert len(optimizer.optimizer.param_groups) == 1
     optimizer.state = optimizer.state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_group_added_to_the_inner_optimizer(kind: str) -> None:
+    model, (truth, _) = network_to_half(network()), reference()
+    optimizer = FP16_Optimizer(
+        KINDS[kind](model[1][:2].parameters(), **ARGS), static_loss_scale=128.0
+    )
+    plain = torch.optim.SGD(truth[:2].parameters(), **ARGS)
+    for step in range(4):
+        if step == 1:
+            optimizer.optimizer.add_param_group({"params": model[1][4].parameters()})
+            plain.add_param_group({"params": truth[4].parameters()})
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model))
+        optimizer.step()
+        plain.zero_grad()
+        loss_of(truth).backward()
+        plain.step()
+    assert [len(group) for group in optimizer.fp32_from_fp16_groups] == [1, 2]
+    moved_alike(model, truth, 0.02)
