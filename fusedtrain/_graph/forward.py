@@ -27,7 +27,7 @@ from .._recompute import MemoryPlan, recompute
 from .._torch_private import is_fx_tracing, skip_frame
 from .functions import resolve
 from .guards import Guards
-from .modules import FORWARD, is_scripted
+from .modules import FORWARD, is_patched, is_scripted
 from .warning import level_outside
 
 _KEY = "_fusedtrain_convert"  # of the record in the `__dict__` of a module with another class
@@ -272,7 +272,7 @@ def install(replacement: Replacement) -> None:
 
 def obstacle_of(module: nn.Module) -> str:
     """Reason why a replaced forward blocks conversion, or ''."""
-    if "forward" in vars(module):
+    if is_patched(module):
         return Replacement.obstacle
     replacement = replacement_of(module)
     return "" if replacement is None else replacement.obstacle

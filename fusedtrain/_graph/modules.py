@@ -27,9 +27,27 @@ STOCHASTIC_DEPTH = {
 FORWARD = "_fusedtrain_forward"  # the key in a module's `__dict__` of a replaced forward
 
 
+_LIBRARIES = ("torch", "torchvision", "timm", "fusedtrain")  # their classes are known by name
+
+
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a call runs another forward than that of its class, ours or somebody's."""
-    return "forward" in vars(module) or FORWARD in vars(module)
+    return FORWARD in vars(module) or is_patched(module)
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether somebody has given the module, or the class of a library, another forward."""
+    if "forward" in vars(module):
+        return True
+    cls = type(module)
+    if cls.__module__.partition(".")[0] not in _LIBRARIES or is_scripted(module):
+        return False
+    home: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
+    file = sys.modules.get(home.__module__)
+    if file is None or "<locals>" in home.__qualname__:  # of a GraphModule the code is generated
+        return False
+    # Not the `__module__` of the function, which `functools.wraps` copies.
+    return getattr(home.forward, "__globals__", None) is not vars(file)
 
 
 _STANDARD = sysconfig.get_path("stdlib")

@@ -169,9 +169,11 @@ def _decide_convolution(module: Any, kind: type) -> Decision | None:
         return None
     if is_swapped(module):
         return Decision(module)
-    device = module.weight.device.type
-    theirs = "" if is_measured(device) else f"torch's own kernels run on {device}"
-    return Decision(module, DEPTHWISE[kind], reason=unlike(module, kind) or theirs)
+    reason = unlike(module, kind)
+    if not reason:  # to read a parametrized weight may change buffers, as of spectral_norm
+        device = module.weight.device.type
+        reason = "" if is_measured(device) else f"torch's own kernels run on {device}"
+    return Decision(module, DEPTHWISE[kind], reason=reason)
 
 
 def is_swapped(module: nn.Module) -> bool:

@@ -94,6 +94,14 @@ def test_what_stays(name: str) -> None:
     assert (outline(report), reasons(report)) == ([], [f"0: {reason}"])
 
 
+@pytest.mark.parametrize("example", [None, (2, 4, 8, 8)])
+def test_a_weight_whose_reading_changes_buffers_is_not_read(example: Any) -> None:
+    model = nn.Sequential(parametrizations.spectral_norm(nn.Conv2d(4, 4, 3, groups=4)), nn.SiLU())
+    before = copy.deepcopy(model.state_dict())
+    fusedtrain.convert(model, example)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "layer", [nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(1, 4, 3)], ids=str
 )

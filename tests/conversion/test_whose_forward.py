@@ -185,6 +185,43 @@ def test_rebinds(rebind: str, memory: str) -> None:
     assert_same(results(model, image()), results(stock, image()), tolerance)
 
 
+def patched(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """A class of torch gets another forward, with the name of its own."""
+    stock = kind.forward
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        output: Tensor = 3 * stock(self, x)
+        return output
+
+    monkeypatch.setattr(kind, "forward", forward)
+
+
+class Gated(Net):
+    """A depthwise convolution, and an activation that is a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, groups=3, padding=1)
+        self.norm, self.gate, self.rest = nn.BatchNorm2d(3), nn.Sigmoid(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        value: Tensor = self.act(self.rest(self.norm(self.conv(x)))) * self.gate(x)
+        return value
+
+
+@pytest.mark.parametrize("memory", [*MEMORY, "inplace"])
+@pytest.mark.parametrize(
+    "kind", [nn.SiLU, nn.Sigmoid, nn.BatchNorm2d, nn.Conv2d, nn.Identity], ids=lambda k: k.__name__
+)
+def test_classes_of_torch_with_another_forward(
+    kind: type, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch, kind)
+    model, stock = pair(Gated, memory)
+    assert_same(results(model, image()), results(stock, image()), 1e-4)
+
+
 def test_a_method_taken_from_one_module_runs_on_another() -> None:
     model, stock = pair()
     other, expected = Net(), Net()
