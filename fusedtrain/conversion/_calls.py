@@ -51,9 +51,9 @@ _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 # Public names that a class may define, if its modules are to be given another class.
 _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_AMBIGUOUS = {"threshold"}  # the name of many things
-_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
-_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
+_AMBIGUOUS = {"mean", "threshold"}  # the names of many things
+_NAMES = ({row.name for row in POINTWISE} | set(OTHERS.values())) - _AMBIGUOUS
+_WORDS = _NAMES | TELLING | {"mean"} | {f"{name}_" for name in _NAMES}
 
 
 class Candidates:

@@ -20,6 +20,7 @@ from .. import functional as fused_functional
 from .._calls import autocasts, is_plain
 from .._graph.flow import Trace
 from ..nn.parts import ROW_OF, activation_of
+from ..ops.pool import is_one
 from ..reference.pointwise import POINTWISE
 from ._algebra import FORMULAS, formula_of
 
@@ -122,10 +123,13 @@ def _arguments(name: str, node: fx.Node) -> dict[str, Any]:
 
 # Functions that are no activation of one tensor and numbers.
 OTHERS: dict[Any, str] = {
+    torch_functional.adaptive_avg_pool2d: "adaptive_avg_pool2d",
     torch_functional.glu: "glu",
     torch_functional.max_pool2d: "max_pool2d", torch.max_pool2d: "max_pool2d",
+    torch.mean: "mean", "mean": "mean",
     torch_functional.prelu: "prelu", torch.prelu: "prelu", "prelu": "prelu",
 }  # fmt: skip
+_PLANES = ({2, 3}, {-2, -1})  # dimensions of images
 
 
 def other_call_of(node: fx.Node) -> Match | None:
@@ -148,7 +152,20 @@ def name_of_other(node: fx.Node) -> str:
     """The function of `OTHERS` that a call is of, by name; '' if of none."""
     if node.op not in ("call_function", "call_method"):
         return ""
-    return OTHERS.get(node.target, "")
+    name = OTHERS.get(node.target, "")
+    return name if name not in _POOLED or _POOLED[name](_arguments(name, node)) else ""
+
+
+def _is_over_planes(arguments: dict[str, Any]) -> bool:
+    dims = arguments.get("dim")
+    return isinstance(dims, (tuple, list)) and set(dims) in _PLANES
+
+
+# Functions of which some arguments alone gain.
+_POOLED: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "adaptive_avg_pool2d": lambda arguments: is_one(arguments.get("output_size")),
+    "mean": _is_over_planes,
+}
 
 
 def _takes_in_place(name: str) -> bool:

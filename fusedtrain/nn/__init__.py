@@ -36,7 +36,7 @@ from .dropout import BiasActDropout, Dropout
 from .glu import GEGLU, GLU, BilinearGLU, ReGLU, SwiGLU
 from .images import NormalizeImages
 from .norm import BatchNormAct1d, BatchNormAct2d, BatchNormAct3d, BatchNormAddAct
-from .pool import MaxPool2d
+from .pool import AdaptiveAvgPool2d, MaxPool2d
 from .sync_norm import SyncBatchNormAct, convert_sync_batchnorm
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "GELU",
     "GLU",
     "SELU",
+    "AdaptiveAvgPool2d",
     "BatchNormAct1d",
     "BatchNormAct2d",
     "BatchNormAct3d",

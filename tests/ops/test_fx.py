@@ -36,6 +36,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
         x, None, None, VECTOR, training=True, activation="silu", residual=x * 2
     ),
     "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1),
+    "mean": lambda x: F.mean(x, (2, 3)),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
     "depthwise_conv1d": lambda x: F.depthwise_conv1d(x.flatten(2), VECTOR.view(4, 1, 1)),
     "depthwise_conv2d": lambda x: F.depthwise_conv2d(x, VECTOR.view(4, 1, 1, 1), VECTOR),
     "depthwise_conv3d": lambda x: F.depthwise_conv3d(x.unsqueeze(2), VECTOR.view(4, 1, 1, 1, 1)),
@@ -106,7 +108,7 @@ class Wrapped(nn.Module):
 SHORT: dict[str, tuple[Any, ...]] = {
     "BatchNormAct2d": (4,), "SyncBatchNormAct": (4,), "BiasActDropout": (4, "silu", 0.5, 1),
     "ConvBnAct": (4, 3, 3), "DepthwiseConv2d": (4, 4, 3), "MaxPool2d": (2,), "DropPath": (0.5,),
-    "Threshold": (0.1, 0.2),
+    "AdaptiveAvgPool2d": (1,), "Threshold": (0.1, 0.2),
     "Dropout": (0.5,), "GLU": (1,), "SwiGLU": (1,), "GEGLU": (1,), "ReGLU": (1,),
     "BilinearGLU": (1,),
 }  # fmt: skip
