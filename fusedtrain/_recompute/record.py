@@ -165,14 +165,14 @@ class Recorder(TorchScope):
         numbers = [_number_of(tensor) for tensor in present]
         inputs = [number for number in numbers if number >= 0]
         reads = [self._storage_of(t) for t, number in zip(present, numbers) if number < 0]
-        is_torch = isinstance(function, TorchCall)
-        if is_torch and function.is_random() and output.device.index is None:
+        call = function if isinstance(function, TorchCall) else None
+        if call is not None and call.is_random() and output.device.index is None:
             reads.append(len(record.bytes))  # a recipe keeps the state
             record.bytes.append(_STATE)
         storage = self._storage_of(output)
         one = Output(op_name(function), self._modules[-1], storage, inputs, reads, self._moment)
         one.stays = self.lasting(function, tensors, output) is not None
-        if is_torch:
+        if call is not None:
             outside = {storage, *reads, *(record.outputs[i].storage for i in inputs)}
             pieces = {save.storage for save in record.saves[self._saved_before :]} - outside
             one.inside = sum(record.bytes[piece] for piece in pieces)
