@@ -36,7 +36,7 @@ MODULES = (
 READ = ("fusedtrain.integrations.lightning", "fusedtrain.integrations.accelerate")
 # Names that commands and tests import and users need not: they may change in any version.
 INTERNAL = {
-    "fusedtrain.advisor.diagnosis": {"RULES", "Facts", "Rule", "decide"},
+    "fusedtrain.advisor.diagnosis": {"RULES", "RunFacts", "Rule", "decide"},
     "fusedtrain.advisor.fitting": {"HEADINGS"},
     "fusedtrain.advisor.tuning": {"HEADINGS", "NAMES", "parse_budget"},
 }

@@ -1,4 +1,9 @@
-"""Outputs that backward recomputes instead of keeping them.
+"""Outputs that backward recomputes instead of keeping them: recorded, planned, replayed.
+
+- Record: `record.py` notes the outputs of one forward and all that its backward needs.
+- Plan: `simulate.py` predicts time and peak of a choice of outputs, `search.py` looks for the
+  fastest choice within a budget, `plan.py` holds the result. `fusedtrain.planning` runs the model.
+- Replay: `recipes.py` and `torch_calls.py` recompute outputs of fused ops and of torch's functions.
 
 While :class:`recompute` is entered, every tensor that autograd saves passes `Scope.pack`. Ops of
 this package tag each output with a :class:`Recipe`: the op and its input tensors. If a consumer (a
@@ -13,40 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._calls import traced
-from .._torch_private import (
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    saved_tensors_hooks_allowed,
-    top_saved_tensors_hooks,
-)
+from .._torch_private import saved_tensors_hooks_allowed, top_saved_tensors_hooks
 from .plan import OP_NAMES as OP_NAMES, MemoryPlan as MemoryPlan, fingerprint as fingerprint
-from .planned import Planned
 from .recipes import (
     LONGEST as LONGEST,
     Observer,
     Recipe as Recipe,
     Saved,
     Scope,
+    scope as scope,
     tagged as tagged,
     unpack,
 )
-from .torch_calls import TorchCalls, planned as planned
-
-
-def scope() -> Scope | None:
-    """The scope that receives saved tensors now; None without a scope, or if other hooks
-    (torch.utils.checkpoint, save_on_cpu) come first."""
-    top = top_saved_tensors_hooks(True)
-    if top is None:
-        return None
-    owner = getattr(top[0], "__self__", None)
-    return owner if isinstance(owner, Scope) else None
+from .torch_calls import Planned, planned as planned
 
 
 class recompute:
@@ -86,31 +76,22 @@ class recompute:
             raise TypeError(f"plan: expected a MemoryPlan, got {type(plan).__name__}")
         self._plan = plan
         self._entered: list[Scope | None] = []
-        self._calls: list[TorchCalls] = []
 
     def __enter__(self) -> recompute:
-        entered = _enter(self._plan)
+        entered = _scope_of(self._plan)
         self._entered.append(entered)
-        if isinstance(entered, Planned):
-            calls = TorchCalls(scope)
-            calls.__enter__()
-            self._calls.append(calls)
+        if entered is not None:
+            entered.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         entered = self._entered.pop()
-        if isinstance(entered, Planned):
-            self._calls.pop().__exit__(kind, error, traceback)
         if entered is not None:
-            _leave(entered)
+            entered.__exit__(*error)
 
 
-def _enter(plan: MemoryPlan | None) -> Scope | None:
+def _scope_of(plan: MemoryPlan | None) -> Scope | None:
+    """A scope for a forward that begins now; None if nothing can be recomputed in it."""
     if traced() or not saved_tensors_hooks_allowed():
         return None
     if plan is not None and not torch.is_grad_enabled():
@@ -121,14 +102,7 @@ def _enter(plan: MemoryPlan | None) -> Scope | None:
         if type(account) is not _Account:
             return None
         observer = account.observer
-    made = Scope(observer) if plan is None else Planned(plan, observer)
-    push_saved_tensors_hooks(made.pack, unpack)
-    return made
-
-
-def _leave(entered: Scope) -> None:
-    pop_saved_tensors_hooks()
-    entered.close()
+    return Scope(observer) if plan is None else Planned(plan, observer)
 
 
 class _Account:
@@ -144,6 +118,5 @@ class _Account:
 def observed(observer: Observer) -> Iterator[None]:
     """Calls `observer(tensor, recipe)` for each tensor that autograd saves; `recipe` is None if the
     tensor itself is kept. Unlike other saved-tensor hooks, it does not disable `recompute`."""
-    account = _Account(observer)
-    with torch.autograd.graph.saved_tensors_hooks(account.pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(_Account(observer).pack, unpack):
         yield

@@ -7,15 +7,22 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import nn
 
 from .._text import column_lines, memory_text
-from .picture import Picture, draw
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _FORMAT = 2  # of the file
 _ROWS = 12  # of the table
+_BARS = 10  # of the picture
+_MODULES = ("#1f4e79", "#3b7dbf", "#7fb2dd", "#2e7d6b", "#63b39e", "#a9d6c8")
+_COLOURS = {
+    "other modules": "#c3c9d0", "recomputed": "#e08a1e", "gradients and the rest": "#e9dcc3",
+}  # fmt: skip
 
 
 class PlannedStep(NamedTuple):
@@ -136,9 +143,18 @@ class MemoryPlan:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        counts = {"recomputed": self.recomputed, "outputs": len(self.steps)}
-        shown: dict[str, Any] = {**vars(self), **counts, "kinds": self.kinds()}
-        draw(Picture(**{name: shown[name] for name in Picture._fields}), path)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError("MemoryPlan.plot needs matplotlib: pip install matplotlib") from error
+        bars = 0.32 * max(len(self.kinds()[:_BARS]), 1)
+        figure = Figure(figsize=(11, 6 + bars), layout="constrained")
+        top, bottom = figure.subplots(2, 1, height_ratios=[4.6, 0.5 + bars])
+        _draw_timeline(top, self)
+        _draw_bars(bottom, self)
+        for axes in (top, bottom):
+            axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=120)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
@@ -218,3 +234,67 @@ def op_name(function: Callable[..., Any]) -> str:
     if not name:
         name = getattr(function, "__name__", "") or getattr(function, "name", "")
     return name.strip("_")
+
+
+def _draw_timeline(axes: Axes, plan: MemoryPlan) -> None:
+    """Areas under the plan, and lines for `convert`, the budget and eager's peak."""
+    moments = range(len(plan.timeline_store))
+    names = [name for name, values in plan.timeline.items() if any(values)]
+    modules = [name for name in names if name not in _COLOURS]
+    order = [*modules, *(name for name in _COLOURS if name in names)]
+    colours = {**dict(zip(modules, _MODULES * 2)), **_COLOURS}
+    axes.stackplot(
+        moments,
+        [plan.timeline[name] for name in order],
+        labels=[name if name in list(_COLOURS)[1:] else f"kept of {name}" for name in order],
+        colors=[colours[name] for name in order],
+        linewidth=0,
+    )
+    label = "convert, without the plan"
+    axes.plot(moments, plan.timeline_store, color="black", linewidth=1.2, label=label)
+    lines = (
+        ("budget", plan.budget, "#b3261e", "-"),
+        ("eager's peak", plan.eager_peak, "gray", ":"),
+    )
+    for name, size, colour, style in lines:
+        if size:
+            label = f"{name}: {memory_text(size)}"
+            axes.axhline(size, color=colour, linestyle=style, linewidth=1.4, label=label)
+    axes.axvline(plan.backward_at, color="gray", linewidth=0.8)
+    end = axes.get_xaxis_transform()
+    for text, side in (("forward  ", "right"), ("  backward", "left")):
+        axes.text(plan.backward_at, 1.0, text, ha=side, va="bottom", transform=end, fontsize=9)
+    axes.margins(x=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xticks([])
+    axes.yaxis.set_major_formatter(lambda size, _: memory_text(size))
+    axes.set_ylabel("allocated")
+    axes.set_xlabel("moments of a training step: every tensor that autograd saves, then uses")
+    title = f"peak {memory_text(plan.peak)} under the plan, {plan.recomputed} of {len(plan.steps)}"
+    axes.set_title(f"{title} outputs recomputed", loc="left", pad=18)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False,
+        fontsize=8,
+    )  # fmt: skip
+
+
+def _draw_bars(axes: Axes, plan: MemoryPlan) -> None:
+    """The bytes of each op's recomputed outputs, with their time as text."""
+    kinds = plan.kinds()[:_BARS]
+    bars = axes.barh(range(len(kinds)), [row[3] for row in kinds], 0.7, color="#e08a1e")
+    texts = [
+        f"{memory_text(size)}, {ms:.3g} ms ({chosen} of {count})"
+        for _, count, chosen, size, ms in kinds
+    ]
+    axes.bar_label(bars, texts, padding=4, fontsize=8)
+    axes.set_yticks(range(len(kinds)), [row[0] for row in kinds], fontsize=9)
+    axes.invert_yaxis()
+    axes.margins(x=0.32)
+    axes.xaxis.set_major_formatter(lambda size, _: memory_text(size))
+    axes.set_xlabel("bytes that are recomputed instead of kept")
+    share = plan.extra_milliseconds / plan.milliseconds if plan.milliseconds else 0.0
+    title = f"recomputed: {plan.extra_milliseconds:.3g} ms, {share:.0%} of a step"
+    axes.set_title(title if kinds else "nothing is recomputed", loc="left", fontsize=10)
+    if not kinds:
+        axes.set_axis_off()

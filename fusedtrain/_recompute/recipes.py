@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._torch_private import after_backward, backward_number, disable_dynamo, gather_again
+from .._torch_private import (
+    after_backward,
+    backward_number,
+    disable_dynamo,
+    gather_again,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 
 _TAG = "_fusedtrain_recipe"
 # Longest chain of recipes: backward of the last of so many residual blocks recomputes the outputs
@@ -90,7 +98,7 @@ class Recipe:
         # A consumer on another stream would have to wait: it recomputes the output for itself.
         if task != -1 and self._left > 0 and self._value is None:
             self._value, self._stream = output, _stream_of(output)
-            _forget_after(task, self)
+            after_backward(_Forget(self, task))
         return output
 
     def asked(self) -> Tensor:
@@ -101,8 +109,10 @@ class Recipe:
             self._value = None
         return output
 
-    def forget(self) -> None:
-        self._value, self._task = None, -1
+    def forget(self, task: int) -> None:
+        """Drops the value that was computed in this backward."""
+        if task == self._task:
+            self._value, self._task = None, -1
 
     def _compute(self) -> Tensor:
         task = backward_number()
@@ -158,32 +168,19 @@ def _stream_of(tensor: Tensor) -> Any:
     return None if index < 0 else torch.accelerator.current_stream(index)
 
 
-class _Pending:
-    """Recipes whose values a backward must drop if some consumer never asks. Only that backward
-    holds this object, and frees it at its end, even if it raises and makes no callback."""
+class _Forget:
+    """Drops the value of a recipe if some consumer never asks. Only a backward holds this object,
+    and frees it at its end, even if it raises and makes no callback."""
 
-    def __init__(self) -> None:
-        self.recipes: list[weakref.ref[Recipe]] = []
+    def __init__(self, recipe: Recipe, task: int) -> None:
+        self._recipe, self._task = weakref.ref(recipe), task
 
-    def forget(self) -> None:
-        for ref in self.recipes:
-            one = ref()
-            if one is not None:
-                one.forget()
-        self.recipes.clear()
+    def __call__(self) -> None:
+        recipe = self._recipe()
+        if recipe is not None:
+            recipe.forget(self._task)
 
-    __del__ = forget
-
-
-_pending: weakref.WeakValueDictionary[int, _Pending] = weakref.WeakValueDictionary()
-
-
-def _forget_after(task: int, recipe: Recipe) -> None:
-    pending = _pending.get(task)
-    if pending is None:
-        pending = _pending[task] = _Pending()
-        after_backward(pending.forget)
-    pending.recipes.append(weakref.ref(recipe))
+    __del__ = __call__
 
 
 class Tag:
@@ -203,28 +200,26 @@ class Tag:
             self._witness.data = output.new_empty(0)
         return self._witness
 
+    def source(self, output: Tensor, tensor: Tensor) -> Recipe | _View:
+        """The recipe of a tensor that is the output or a view of it."""
+        assert self.recipe is not None
+        return self.recipe if tensor is output else _View(self.recipe, tensor)
+
     def __reduce__(self) -> Any:
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    return None
+        return type(None), ()
 
 
 class Use:
-    """A recipe in place of a saved tensor; `_view` is the geometry if that is a view."""
+    """A recipe in place of a saved tensor: the output, or a view of it."""
 
-    __slots__ = ("_shape", "_task", "_version", "_view", "_witness", "recipe")
+    __slots__ = ("_shape", "_source", "_task", "_version", "_witness")
 
-    def __init__(self, recipe: Recipe, tag: Tag, output: Tensor, saved: Tensor) -> None:
-        self.recipe = recipe
+    def __init__(self, tag: Tag, output: Tensor, saved: Tensor) -> None:
+        self._source = tag.source(output, saved)
         self._witness, self._version = tag.witness(output), tag.version
         self._shape = output.shape
-        self._view = None
-        if saved is not output:
-            self._view = (saved.shape, saved.stride(), saved.storage_offset())
         self._task = -1
-        recipe.use()
+        self._source.use()
 
     def take(self) -> Tensor:
         now = self._witness._version
@@ -234,8 +229,7 @@ class Use:
         task = backward_number()
         first = task != -1 and task != self._task
         self._task = task
-        value = self.recipe.asked() if first else self.recipe.value()
-        return value if self._view is None else value.as_strided(*self._view)
+        return self._source.asked() if first else self._source.value()
 
 
 # Compiled autograd traces this hook; there, no backward has a number, and no value is kept.
@@ -249,31 +243,40 @@ def unpack(packed: Saved | Use) -> Tensor:
     return packed.take()
 
 
-Observer = Callable[[Tensor, "Recipe | None"], None]
-
-
-Marked = tuple["weakref.ref[Tag]", "weakref.ref[Tensor]"]
+Observer = Callable[[Tensor, Recipe | None], None]
 
 
 class Scope:
-    """The state of one entered `recompute`."""
+    """The state of one entered `recompute`: entered, autograd hands over the tensors it saves."""
 
     longest = LONGEST
     sees_torch = False  # whether it is handed calls of torch's functions, too
+    unpack: Callable[..., Tensor] = staticmethod(unpack)
 
     def __init__(self, observer: Observer | None = None) -> None:
-        self._tags: list[Marked] = []
+        self._tags: list[tuple[weakref.ref[Tag], weakref.ref[Tensor]]] = []
         self._plain: set[int] = set()  # addresses of tensors that are kept without a recipe
         self._observer = observer
+
+    def __enter__(self) -> None:
+        push_saved_tensors_hooks(self.pack, self.unpack)
+
+    def __exit__(self, *error: Any) -> None:
+        """Drops the recipes of living outputs: after the scope nothing is packed."""
+        pop_saved_tensors_hooks()
+        for tag_ref, output_ref in self._tags:
+            tag, output = tag_ref(), output_ref()
+            if tag is not None:
+                tag.recipe = None
+            if output is not None and getattr(output, _TAG, None) is tag:
+                vars(output).pop(_TAG, None)
 
     def pack(self, tensor: Tensor) -> Saved | Use:
         source = tagged(tensor)
         if source is not None:
-            tag, output = source
-            assert tag.recipe is not None
             if self._observer is not None:
-                self._observer(tensor, tag.recipe)
-            return Use(tag.recipe, tag, output, tensor)
+                self._observer(tensor, source[0].recipe)
+            return Use(*source, tensor)
         self._note_saved(tensor)
         if self._observer is not None:
             self._observer(tensor, None)
@@ -304,9 +307,7 @@ class Scope:
                 continue
             source = tagged(tensor)
             if source is not None:
-                recipe, of = source[0].recipe, source[1]
-                assert recipe is not None
-                ingredients.append(recipe if of is tensor else _View(recipe, tensor))
+                ingredients.append(source[0].source(source[1], tensor))
             elif id(tensor) not in lost or tensor.data_ptr() in self._plain:
                 ingredients.append(Saved.of(tensor))
             else:
@@ -314,44 +315,23 @@ class Scope:
         made = Recipe(function, ingredients, constants)
         if made.depth > self.longest:
             return
-        self._tags.append(mark(output, made))
+        self._mark(output, made)
 
-    def close(self) -> None:
-        """Drops the recipes of living outputs: after the scope nothing is packed."""
-        for tag_ref, output_ref in self._tags:
-            tag, output = tag_ref(), output_ref()
-            if tag is not None:
-                tag.recipe = None
-            if output is not None and getattr(output, _TAG, None) is tag:
-                vars(output).pop(_TAG, None)
+    def _mark(self, output: Tensor, recipe: Any) -> None:
+        """Tags an output with its recipe."""
+        tag = Tag(recipe, output._version)
+        setattr(output, _TAG, tag)
+        self._tags.append((weakref.ref(tag), weakref.ref(output)))
 
 
-# A copy of so small a part of the output costs next to nothing: a bias, a mask, an embedding.
-_SMALL = 1 / 8
-
-
-def lasting(
-    tensors: Sequence[Tensor | None], output: Tensor, saved: Container[int]
-) -> list[Tensor | None] | None:
-    """The inputs of a function of torch, for a recipe. Autograd watches those that it has saved (by
-    address) and raises if they are modified. Modifying the others is no mistake: small ones are
-    copied; None if there is a large one, such as a buffer that is added."""
-    kept: list[Tensor | None] = []
-    for t in tensors:
-        if t is not None and t.grad_fn is None and t.data_ptr() not in saved and tagged(t) is None:
-            if t.nbytes <= _SMALL * output.nbytes:
-                t = t.detach().clone()
-            elif not t.requires_grad:
-                return None
-        kept.append(t)
-    return kept
-
-
-def mark(output: Tensor, recipe: Any) -> Marked:
-    """Tags an output with its recipe."""
-    tag = Tag(recipe, output._version)
-    setattr(output, _TAG, tag)
-    return weakref.ref(tag), weakref.ref(output)
+def scope() -> Scope | None:
+    """The scope that receives saved tensors now; None without a scope, or if other hooks
+    (torch.utils.checkpoint, save_on_cpu) come first."""
+    top = top_saved_tensors_hooks(True)
+    if top is None:
+        return None
+    owner = getattr(top[0], "__self__", None)
+    return owner if isinstance(owner, Scope) else None
 
 
 def tagged(tensor: Tensor) -> tuple[Tag, Tensor] | None:

@@ -1,12 +1,14 @@
 """Recipes of torch's own functions: convolutions, products, norms, poolings, sums, concatenations.
 
 `TorchCalls` is a torch.overrides.TorchFunctionMode: torch hands it each call of a function of torch
-while it is entered, and nothing is patched. Only forwards that follow a memory plan enter it.
+while it is entered, and nothing is patched. Only forwards that follow a memory plan enter it, or
+that are recorded for one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +18,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._calls import autocast_is_on, autocasts
-from .._torch_private import backward_number, function_mode, function_modes
+from .._torch_private import (
+    backward_number,
+    function_mode,
+    function_modes,
+    without_torch_function,
+)
+from .plan import MemoryPlan, op_name
+from .recipes import Observer, Saved, Scope, Use, scope, tagged
+
+# Recipes in a row: a chain is computed by recursion, three Python frames a recipe of 1000.
+LONGEST_PLANNED = 100
+# A copy of so small a part of the output costs next to nothing: a bias, a mask, an embedding.
+_SMALL = 1 / 8
 
 # Functions whose output follows from their arguments alone, as a tensor of its own.
 _NAMES = (
@@ -65,28 +79,31 @@ _CASTS = frozenset(
 )  # fmt: skip
 
 
-class _Hole:
-    """The place of a tensor among the arguments."""
-
-    def __repr__(self) -> str:
-        return "tensor"
+_TENSOR = object()  # the place of a tensor among the arguments
 
 
-_HOLE = _Hole()
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Arguments of a call, in which the function has replaced tensors and their places."""
+    if value is _TENSOR or isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (tuple, list):
+        return type(value)([_mapped(item, function) for item in value])
+    if type(value) is dict:
+        return {key: _mapped(item, function) for key, item in value.items()}
+    return value
 
 
 class TorchCall:
-    """A call of a function of torch, without its tensors."""
+    """A call of a function of torch, without its tensors. `arguments`: positional and named ones,
+    `_TENSOR` in the place of tensors."""
 
     __slots__ = (
-        "_args", "_autocast", "_function", "_grads", "_kernels", "_kwargs", "_state", "geometry",
-        "name",
+        "_arguments", "_autocast", "_function", "_grads", "_kernels", "_state", "geometry", "name",
     )  # fmt: skip
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Any) -> None:
         self.name: str = function.__name__
-        self._function = function
-        self._args, self._kwargs = _without_tensors(args), _without_tensors(kwargs)
+        self._function, self._arguments = function, arguments
         self._autocast: Any = None
         self._state: Any = None  # of the generator, for a random function
         self._grads: tuple[bool, ...] = ()
@@ -105,15 +122,20 @@ class TorchCall:
         if self.is_random():
             self._state = _generator_state(device)
 
+    def arguments(self, tensors: list[Tensor]) -> Any:
+        """Positional and named arguments, with these tensors."""
+        values = iter(tensors)
+        return _mapped(self._arguments, lambda _: next(values))
+
     def is_random(self) -> bool:
         if self._function is not _ATTENTION:
             return self._function in _DROPOUT
-        share = self._args[4] if len(self._args) > 4 else self._kwargs.get("dropout_p", 0.0)
-        return bool(share)
+        args, kwargs = self._arguments
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         device = tensors[0].device
-        leaves = [t.detach().requires_grad_(g) for t, g in zip(tensors, self._grads)]
+        inputs = [t.detach().requires_grad_(g) for t, g in zip(tensors, self._grads)]
         dtype = self._autocast
         with ExitStack() as context:
             context.enter_context(torch.enable_grad())
@@ -128,42 +150,9 @@ class TorchCall:
                 if enabled() != wanted:
                     context.callback(enable, not wanted)
                     enable(wanted)
-            values = iter(leaves)
-            output = self._function(*_filled(self._args, values), **_filled(self._kwargs, values))
-            output = output.detach()
+            args, kwargs = self.arguments(inputs)
+            output = self._function(*args, **kwargs).detach()
         return output if self.geometry is None else output.as_strided(*self.geometry)
-
-
-def _without_tensors(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _HOLE
-    if type(value) in (tuple, list):
-        return type(value)(map(_without_tensors, value))
-    if type(value) is dict:
-        return {key: _without_tensors(item) for key, item in value.items()}
-    return value
-
-
-def _filled(value: Any, tensors: Any) -> Any:
-    if value is _HOLE:
-        return next(tensors)
-    if type(value) in (tuple, list):
-        return type(value)(_filled(item, tensors) for item in value)
-    if type(value) is dict:
-        return {key: _filled(item, tensors) for key, item in value.items()}
-    return value
-
-
-def _tensors_of(value: Any, into: list[Tensor]) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        into.append(value)
-    elif type(value) in (tuple, list):
-        for item in value:
-            _tensors_of(item, into)
-    elif type(value) is dict:
-        for item in value.values():
-            _tensors_of(item, into)
-    return into
 
 
 def _is_usual(tensor: Tensor) -> bool:
@@ -205,13 +194,47 @@ def planned() -> bool:
     return function_modes() == 1 and type(function_mode(0)) is TorchCalls
 
 
-class TorchCalls(TorchFunctionMode):
-    """Tags outputs of torch's functions for whoever `scope()` is: an object with `tag` and `wants`,
-    or None."""
+class TorchScope(Scope):
+    """A scope that is handed calls of torch's functions, too."""
 
-    def __init__(self, scope: Callable[[], Any]) -> None:
-        super().__init__()
-        self._scope = scope
+    longest = LONGEST_PLANNED
+    sees_torch = True
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._calls = TorchCalls()
+        self._calls.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._calls.__exit__(*error)
+        super().__exit__(*error)
+
+    def wants(self, function: Callable[..., Any]) -> bool:
+        """Whether the output of the call that is about to run may be recomputed."""
+        raise NotImplementedError
+
+    def lasting(
+        self, call: Callable[..., Any], tensors: Sequence[Tensor | None], output: Tensor
+    ) -> Sequence[Tensor | None] | None:
+        """The inputs of a call, for a recipe. Autograd watches those that it has saved, and raises
+        if they are modified. Modifying other inputs of torch's functions is no mistake: small ones
+        are copied; None if there is a large one, such as a buffer that is added."""
+        if type(call) is not TorchCall:
+            return tensors
+        kept: list[Tensor | None] = []
+        for t in tensors:
+            watched = t is None or t.grad_fn is not None or t.data_ptr() in self._plain
+            if t is not None and not watched and tagged(t) is None:
+                if t.nbytes <= _SMALL * output.nbytes:
+                    t = t.detach().clone()
+                elif not t.requires_grad:
+                    return None
+            kept.append(t)
+        return kept
+
+
+class TorchCalls(TorchFunctionMode):
+    """Tags outputs of torch's functions for the scope."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
@@ -222,39 +245,102 @@ class TorchCalls(TorchFunctionMode):
             return func(*args, **kwargs)
         # Within backward a recipe calls, or a checkpoint, whose tensors nobody keeps.
         is_forward = torch.is_grad_enabled() and backward_number() == -1
-        scope = self._scope() if is_forward else None
-        if scope is None:
+        current = scope() if is_forward else None
+        if not isinstance(current, TorchScope):
             return func(*args, **kwargs)
-        tensors = _tensors_of((args, kwargs), [])
+        tensors: list[Tensor] = []
+
+        def take(tensor: Tensor) -> object:
+            tensors.append(tensor)
+            return _TENSOR
+
+        call = TorchCall(func, _mapped((args, kwargs), take))
         max_norm = args[3] if len(args) > 3 else kwargs.get("max_norm")
         writes = func is F.embedding and max_norm is not None  # to the weight
         if writes or not tensors or not all(map(_is_usual, tensors)):
             return func(*args, **kwargs)
-        if func in _CASTS:
-            args, kwargs, tensors = self._cast(scope, args, kwargs, tensors)
-        call = TorchCall(func, args, kwargs)
-        if scope.wants(call):
+        if func in _CASTS and autocast_is_on(tensors[0].device.type):
+            tensors = [_cast(current, tensor) for tensor in tensors]
+            args, kwargs = call.arguments(tensors)
+        if current.wants(call):
             call.note_context(tensors)
         output = func(*args, **kwargs)
         made = _made(output, tensors)
         if made is not None:
             if made is not output:
                 call.geometry = (made.shape, made.stride(), made.storage_offset())
-            scope.tag(made, call, tensors)
+            current.tag(made, call, tensors)
         return output
 
-    def _cast(self, scope: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """The arguments, with casts of activations that autocast would make unseen."""
-        if not any(t.grad_fn is not None and autocasts(t) for t in tensors):
-            return args, kwargs, tensors
-        dtype = torch.get_autocast_dtype(tensors[0].device.type)
-        cast = []
-        for tensor in tensors:
-            if tensor.grad_fn is not None and autocasts(tensor) and tensor.dtype is not dtype:
-                call = TorchCall(Tensor.to, (tensor, dtype), {})
-                call.note_context([tensor])
-                wide, tensor = tensor, tensor.to(dtype)
-                scope.tag(tensor, call, [wide])
-            cast.append(tensor)
-        values = iter(cast)
-        return *_filled((_without_tensors(args), _without_tensors(kwargs)), values), cast
+
+def _cast(current: TorchScope, tensor: Tensor) -> Tensor:
+    """The tensor; an activation with the cast that autocast would make unseen."""
+    dtype = torch.get_autocast_dtype(tensor.device.type)
+    if tensor.grad_fn is None or not autocasts(tensor) or tensor.dtype is dtype:
+        return tensor
+    call = TorchCall(Tensor.to, ((_TENSOR, dtype), {}))
+    call.note_context([tensor])
+    cast = tensor.to(dtype)
+    current.tag(cast, call, [tensor])
+    return cast
+
+
+class Planned(TorchScope):
+    """Follows the plan's steps in the order of the forward.
+
+    Whatever this forward does, its gradients are right: a recipe is exact whoever asks for it. A
+    call that the plan does not know only ends the plan for this forward: everything is kept then.
+    """
+
+    def __init__(self, plan: MemoryPlan, observer: Observer | None = None) -> None:
+        super().__init__(observer)
+        self._steps = plan.steps
+        self._next = 0
+
+    def wants(self, function: Callable[..., Any]) -> bool:
+        place = self._place(op_name(function))
+        return place >= 0 and self._steps[place].recompute
+
+    def _place(self, name: str) -> int:
+        """The number of the plan's next step, if it is of this function, else -1. In eval mode a
+        dropout returns its input, and has no step."""
+        steps, place = self._steps, self._next
+        while place < len(steps) and steps[place].op == "dropout" != name:
+            place += 1
+        return place if place < len(steps) and steps[place].op == name else -1
+
+    def tag(
+        self,
+        output: Tensor,
+        function: Callable[..., Tensor],
+        tensors: Sequence[Tensor | None],
+        constants: tuple[Any, ...] = (),
+        dropped: Sequence[Tensor | None] = (),
+    ) -> None:
+        place = self._place(op_name(function))
+        if place < 0:
+            self._depart(function)
+            return
+        self._next = place + 1
+        if not self._steps[place].recompute:
+            return
+        with without_torch_function():
+            kept = self.lasting(function, tensors, output)
+            if kept is not None:
+                super().tag(output, function, kept, constants)
+
+    def pack(self, tensor: Tensor) -> Saved | Use:
+        # TorchCalls would be handed each attribute that this asks for, in 7 us.
+        with without_torch_function():
+            return super().pack(tensor)
+
+    def _depart(self, function: Callable[..., Any]) -> None:
+        if self._steps:
+            expected = self._steps[self._next].op if self._next < len(self._steps) else "its end"
+            warnings.warn(
+                f"the memory plan expects {expected} as step {self._next} of the forward, which "
+                f"calls {op_name(function)}: the rest of this forward keeps its outputs. Plan once "
+                "more with fusedtrain.plan_memory for a forward like this one",
+                stacklevel=4 if isinstance(function, TorchCall) else 3,
+            )
+            self._steps = []

@@ -125,7 +125,7 @@ def _refers(module: nn.Module) -> bool:
 
 
 @dataclass(eq=False, kw_only=True)
-class Call(Unit):
+class ActivationCall(Unit):
     """One activation in a forward, which one call of a function computes; without a `match` it
     stays."""
 
@@ -164,7 +164,7 @@ def _kept(match: Match) -> tuple[fx.Node, ...]:
 
 def find_calls(
     rules: Rules, candidates: Candidates, known: set[int], memory: str
-) -> Iterator[Call]:
+) -> Iterator[ActivationCall]:
     """All of a model, in the order of its forwards. `known`: ids of modules that have a line of
     their own in the report."""
     flow = rules.flow
@@ -175,7 +175,7 @@ def find_calls(
         if trace is None:
             why = f"torch.fx cannot trace its forward ({flow.failed.get(id(module), 'unknown')})"
             for function in candidates.names(module):
-                yield Call(name=name, module=module, title=function, reason=why)
+                yield ActivationCall(name=name, module=module, title=function, reason=why)
             continue
         for node in (node for graph in trace.graphs for node in graph.nodes):
             function, match, reason = _called(node)
@@ -185,7 +185,7 @@ def find_calls(
             reason = reason or (rules.of_forward if of_use else rules.of_graphs)(trace)
             if is_told or (of_use and not reason):
                 change = match and Change(trace, match.nodes, node, _kept(match), crosses=False)
-                yield Call(
+                yield ActivationCall(
                     name=name,
                     module=module,
                     title=function,

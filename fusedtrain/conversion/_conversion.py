@@ -34,9 +34,9 @@ from ._gates import find_products
 from ._in_place import can_overwrite, idle_biases
 from ._norms import Finder
 from ._report import ConversionReport, Converted, LookedAt
-from ._rewrite import Plan
+from ._rewrite import FusionPlan
 from ._rules import GAINS_NOTHING, Rules, gains
-from ._sites import Site, Step, has_own_steps
+from ._sites import EpilogueStep, Site, has_own_steps
 from ._units import Unit
 
 
@@ -107,7 +107,7 @@ class Conversion:
         units = [unit for unit in self.units if not unit.reason and chosen(unit.module)]
         # The activations of a unit are swapped with it.
         parts = {id(part) for unit in units for part in unit.parts}
-        self.plan = Plan(self.effects, units)
+        self.plan = FusionPlan(self.effects, units)
         for site in self.plan.sites:
             site.overwrites = self._overwrites(site.module, site.steps)
         for unit in self.plan.units[:]:
@@ -166,7 +166,7 @@ class Conversion:
         of torch with any `memory`."""
         return self.memory == "recompute" and not isinstance(norm, nn.SyncBatchNorm)
 
-    def _overwrites(self, norm: nn.Module, steps: Sequence[Step]) -> bool:
+    def _overwrites(self, norm: nn.Module, steps: Sequence[EpilogueStep]) -> bool:
         """Whether a norm that is followed by these steps is to write over its input."""
         wanted = self.memory == "inplace" and id(norm) not in self.excluded
         return wanted and can_overwrite(self.effects, norm, steps)

@@ -17,12 +17,12 @@ from .._graph.modules import CONVOLUTIONS, has_own_forward
 from ..nn.parts import activation_of
 from ..ops.batch_norm_in_place import slope_of
 from ..reference.pointwise import Pointwise
-from ._sites import Step
+from ._sites import EpilogueStep
 
 _CALLED = ("__call__", "forward", "_conv_forward")
 
 
-def can_overwrite(effects: Effects, norm: nn.Module, steps: Sequence[Step]) -> bool:
+def can_overwrite(effects: Effects, norm: nn.Module, steps: Sequence[EpilogueStep]) -> bool:
     """Whether a norm can write over its input: an activation follows at most, of these steps or its
     own; every call takes what a convolution or a linear layer made for it alone; and nobody writes
     over the output, which backward needs then."""

@@ -18,14 +18,14 @@ from .._graph.tracer import IN_PLACE
 from ..nn.parts import activation_of, is_stochastic_depth
 from ._formulas import Match, call_of, is_activation, matches_of, module_of, name_of_call
 from ._rules import Rules, no_kernel
-from ._sites import Site, Step
+from ._sites import EpilogueStep, Site
 
 _ORDER = ("drop", "add", "act")
 _ARGUMENTS = " with these arguments"
 
 
 class _Walk(NamedTuple):
-    steps: list[Step]
+    steps: list[EpilogueStep]
     returned: bool  # whether the value is what the forward returns
     blocked: str = ""  # by what
 
@@ -67,7 +67,7 @@ class Finder:
         site.barred = next(((step, reason) for step, reason in reasons if reason), None)
         return site
 
-    def _obstacle(self, site: Site, step: Step) -> str:
+    def _obstacle(self, site: Site, step: EpilogueStep) -> str:
         """Reason why the forwards between a norm and a step cannot be rewritten for the step."""
         level = site.level_of(step)
         traces = [trace for trace, _ in site.levels[: level + 1]]
@@ -112,7 +112,7 @@ class Finder:
         lost = len(walks[0].steps) > len(kept[0])
         return _Walk(merged, False, trace.inexact if lost else walks[0].blocked)
 
-    def _walk(self, trace: Trace, node: fx.Node, before: list[Step]) -> _Walk:
+    def _walk(self, trace: Trace, node: fx.Node, before: list[EpilogueStep]) -> _Walk:
         value, steps = node, list(before)
         if not (len(node.args) == 1 and not node.kwargs):
             return _Walk(steps, False)
@@ -127,13 +127,13 @@ class Finder:
                 users = [formula.root]
             if len(users) != 1:
                 kinds = [self._step(trace, value, user) for user in users]
-                shared = any(isinstance(kind, Step) for kind in kinds)
+                shared = any(isinstance(kind, EpilogueStep) for kind in kinds)
                 return _Walk(steps, False, _why_shared(value) if shared else "")
             user = users[0]
             if user.op == "output":
                 return _Walk(steps, user.args[0] is value)
             if formula is not None and users == [formula.root]:
-                step: Step | str | None = _activation(trace, formula)
+                step: EpilogueStep | str | None = _activation(trace, formula)
             else:
                 step = self._step(trace, value, user)
             if step is not None and not trace.are_alike(node, user):
@@ -149,7 +149,7 @@ class Finder:
                     return _Walk(steps, False)
             value = user
 
-    def _step(self, trace: Trace, value: fx.Node, user: fx.Node) -> Step | str | None:
+    def _step(self, trace: Trace, value: fx.Node, user: fx.Node) -> EpilogueStep | str | None:
         """The use of a value by a call: a step, nothing (None), or something else (why not)."""
         module = trace.callee(user)
         if module is not None:
@@ -166,7 +166,9 @@ class Finder:
         match = call_of(user)
         return _activation(trace, match) if match else no_kernel(name, _ARGUMENTS)
 
-    def _module_step(self, trace: Trace, user: fx.Node, module: nn.Module) -> Step | str | None:
+    def _module_step(
+        self, trace: Trace, user: fx.Node, module: nn.Module
+    ) -> EpilogueStep | str | None:
         reason = self.rules.of_part(module, self.flow.names[id(module)])
         if type(module) is nn.Identity and not reason:
             return None
@@ -177,17 +179,17 @@ class Finder:
         if reason:
             return reason
         if known and activation_of(fused) is not None:
-            return Step("act", trace, (user,), module, True)
+            return EpilogueStep("act", trace, (user,), module, True)
         if not known and is_stochastic_depth(module):
-            return Step("drop", trace, (user,), module, True)
+            return EpilogueStep("drop", trace, (user,), module, True)
         return no_kernel(type(fused).__name__)
 
 
-def _activation(trace: Trace, match: Match) -> Step | str:
+def _activation(trace: Trace, match: Match) -> EpilogueStep | str:
     made = module_of(match)
     if made is None:
         return no_kernel(match.name, _ARGUMENTS)
-    return Step("act", trace, (match.root,), made, matches=(match,))
+    return EpilogueStep("act", trace, (match.root,), made, matches=(match,))
 
 
 def _why_shared(value: fx.Node) -> str:
@@ -198,7 +200,7 @@ def _why_shared(value: fx.Node) -> str:
     return "its output is used elsewhere, too"
 
 
-def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> Step | str:
+def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> EpilogueStep | str:
     if len(user.args) != 2 or not set(user.kwargs) <= {"alpha"} or user.kwargs.get("alpha", 1) != 1:
         return ""
     first, second = user.args
@@ -206,4 +208,4 @@ def _addition(trace: Trace, value: fx.Node, user: fx.Node) -> Step | str:
     if not isinstance(other, fx.Node) or other is value:
         return ""
     in_place = user.target in (operator.iadd, "add_")
-    return Step("add", trace, (user,), None, False, int(first is not value), in_place)
+    return EpilogueStep("add", trace, (user,), None, False, int(first is not value), in_place)

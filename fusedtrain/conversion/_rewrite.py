@@ -21,7 +21,7 @@ from ._source import Disagreement, Source, joined, number_names, source_of, wove
 from ._units import Change, Copy, Unit
 
 
-class Plan:
+class FusionPlan:
     """The units that get all of their calls. `units` come in the order in which they choose; those
     that stay, or lose a step, get the reason."""
 

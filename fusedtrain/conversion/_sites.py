@@ -46,7 +46,7 @@ def has_own_steps(module: nn.Module) -> bool:
     return any(part is not None and type(part) is not nn.Identity for part in parts)
 
 
-class Step(NamedTuple):
+class EpilogueStep(NamedTuple):
     """One call after a norm that becomes part of it."""
 
     kind: str  # "drop", "add", "act"
@@ -86,14 +86,16 @@ class Site(Unit):
 
     lines, left = "norms", "left"
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[EpilogueStep, ...] = ()
     levels: list[Value] = field(default_factory=list)
     calls: list[Value] = field(default_factory=list)  # of the norm
     overwrites: bool = False  # the norm its input
     alone: bool = False  # of use without any step
-    barred: tuple[Step, str] | None = None  # the first step that it cannot take over, and why
+    barred: tuple[EpilogueStep, str] | None = (
+        None  # the first step that it cannot take over, and why
+    )
 
-    def level_of(self, step: Step) -> int:
+    def level_of(self, step: EpilogueStep) -> int:
         return [trace for trace, _ in self.levels].index(step.trace)
 
     @property
@@ -143,7 +145,7 @@ class Site(Unit):
     def idle(self) -> str | None:
         return None if self.steps or self.overwrites or self.alone else self.reason
 
-    def give_up(self, step: Step | None) -> bool:
+    def give_up(self, step: EpilogueStep | None) -> bool:
         self.steps = self.steps[: self.steps.index(step) if step in self.steps else 0]
         return True
 
@@ -212,7 +214,7 @@ class Site(Unit):
         return FusedNorm(self.name, source, target, tuple(parts))
 
 
-def _chain(first: fx.Node, members: dict[fx.Node, Step]) -> list[fx.Node]:
+def _chain(first: fx.Node, members: dict[fx.Node, EpilogueStep]) -> list[fx.Node]:
     """From the call of a norm to the last of the calls that become part of it."""
     nodes, left = [first], set(members)
     while left:

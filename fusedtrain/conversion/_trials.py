@@ -20,7 +20,7 @@ from ._conversion import Conversion
 from ._proof import Errors, Run, run, scouted
 from ._report import Layer, Proof
 from ._rules import slow_convolutions
-from ._sites import Step
+from ._sites import EpilogueStep
 
 # Allowed: so many units in the last place, or so many times what rounding did to the stock model.
 _UNITS, _GROWTH = 32, 32
@@ -241,7 +241,7 @@ class _Trials:
         )
 
 
-def _saved(done: Run, modules: Iterable[nn.Module], steps: Iterable[Step] = ()) -> int:
+def _saved(done: Run, modules: Iterable[nn.Module], steps: Iterable[EpilogueStep] = ()) -> int:
     """Bytes that modules, and the calls of steps, keep for backward."""
     ids = set(map(id, modules))
     total = sum(size for key, size in done.saved.items() if key[0] in ids)
@@ -291,7 +291,7 @@ def _limits(errors: Errors, noise: Errors) -> Iterator[tuple[str, float, float]]
         yield f"the gradient of {name}", error, allowed(name, largest(noise.gradients.values()))
 
 
-def _ordinal(step: Step) -> int:
+def _ordinal(step: EpilogueStep) -> int:
     """Number of a step among the calls of its module, in the forward that makes it."""
     nodes = step.trace.graphs[0].nodes
     calls = [node for node in nodes if step.trace.callee(node) is step.module]

@@ -79,7 +79,7 @@ def _of_node(trace: Trace, node: fx.Node) -> Act | None:
     return None
 
 
-class _Plan(NamedTuple):
+class _FusionSite(NamedTuple):
     """``last = act(conv(...) + something)`` in a graph; `addition` is the node of the plus."""
 
     trace: Trace
@@ -149,7 +149,7 @@ def _is_plain(conv: Any) -> bool:
     return conv.padding_mode == "zeros" and not isinstance(conv.padding, str)
 
 
-def _modules(plan: _Plan) -> list[nn.Module]:
+def _modules(plan: _FusionSite) -> list[nn.Module]:
     """The convolution, the modules that pass on its output, and the activation."""
     modules: list[nn.Module] = []
     node: object = plan.last
@@ -163,7 +163,7 @@ def _modules(plan: _Plan) -> list[nn.Module]:
     return modules[::-1]
 
 
-def _label(plan: _Plan) -> str:
+def _label(plan: _FusionSite) -> str:
     name = plan.act.name if plan.target is None else type(plan.target).__name__
     if plan.addition is None:
         return name
@@ -190,7 +190,7 @@ def _stands_for(trace: Trace, value: object, node: fx.Node) -> bool:
     return value is node
 
 
-def _plans(effects: Effects, trace: Trace) -> list[list[_Plan]]:
+def _plans(effects: Effects, trace: Trace) -> list[list[_FusionSite]]:
     """For each convolution, its plan on each way through the forward."""
     calls: dict[nn.Module, list[fx.Node]] = {}
     for graph in trace.graphs:
@@ -198,7 +198,7 @@ def _plans(effects: Effects, trace: Trace) -> list[list[_Plan]]:
             conv = trace.callee(node)
             if conv is not None and type(conv) in KINDS:
                 calls.setdefault(conv, []).append(node)
-    result: list[list[_Plan]] = []
+    result: list[list[_FusionSite]] = []
     taken: set[fx.Node] = set()
     # From the end: of two convolutions that are added up, the later one knows the other's output.
     for conv, nodes in reversed(calls.items()):
@@ -214,7 +214,7 @@ def _plans(effects: Effects, trace: Trace) -> list[list[_Plan]]:
     return result[::-1]
 
 
-def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | None:
+def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _FusionSite | None:
     if len(node.args) != 1 or node.kwargs or not _is_plain(conv):
         return None
     platform = PLATFORMS.get(conv.weight.device.type)
@@ -225,7 +225,7 @@ def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | N
     act = _of_node(trace, user)
     if act is not None:
         has = platform.has(act, False, dtype)
-        return _Plan(trace, node, conv, None, act, user) if has else None
+        return _FusionSite(trace, node, conv, None, act, user) if has else None
     other = _added(trace, user, node)
     if other is None or not isinstance(input_of(node), fx.Node):
         return None
@@ -242,9 +242,9 @@ def _plan(effects: Effects, trace: Trace, node: fx.Node, conv: Any) -> _Plan | N
         and platform.has(act, True, dtype)
         and effects.can_wait(trace, [node, user, after])
     ):
-        return _Plan(trace, node, conv, user, act, after)
+        return _FusionSite(trace, node, conv, user, act, after)
     if platform.has(NO_ACT, True, dtype) and effects.can_wait(trace, [node, user]):
-        return _Plan(trace, node, conv, user, NO_ACT, user)
+        return _FusionSite(trace, node, conv, user, NO_ACT, user)
     return None
 
 
@@ -260,7 +260,7 @@ def _added(trace: Trace, addition: fx.Node, node: fx.Node) -> fx.Node | None:
     return a if _stands_for(trace, b, node) else None
 
 
-def _rewrite(plan: _Plan) -> None:
+def _rewrite(plan: _FusionSite) -> None:
     trace, graph = plan.trace, plan.conv_node.graph
     # Looked up only now: another plan may have replaced it.
     other = None if plan.addition is None else _added(trace, plan.addition, plan.conv_node)

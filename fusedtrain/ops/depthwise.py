@@ -118,7 +118,7 @@ def _numbers(value: Any, count: int) -> Numbers | None:
     return tuple(value) if len(value) == count else tuple(value) * count
 
 
-class _Plan(NamedTuple):
+class _ConvGeometry(NamedTuple):
     """Geometry of a call as the kernels take it, and the passes that ours run."""
 
     stride: Numbers
@@ -169,7 +169,7 @@ def _plan(
     shape: Numbers, kernel_shape: Numbers, bias_shape: Numbers | None, stride: Numbers,
     padding: Numbers | str, dilation: Numbers, dtype: torch.dtype, channels_last: bool,
     rule: _Rule, everywhere: bool, mkldnn: bool,
-) -> _Plan | None:  # fmt: skip
+) -> _ConvGeometry | None:  # fmt: skip
     """None where these are not the shapes of a depthwise convolution that kernels take. `mkldnn` is
     an argument since `rule` asks for it."""
     if not _is_depthwise(shape, kernel_shape, bias_shape):
@@ -187,7 +187,7 @@ def _plan(
         out = out_sizes([*shape[2:]], [*kernel], [*stride], [*before], [*end], [*dilation])
         use = rule(dtype, kernel, stride, dilation, math.prod(out), channels_last)
         use = use if before == end else _ALL  # torch pads unequal sides by a copy
-    return _Plan(*geometry, channels_last, use)
+    return _ConvGeometry(*geometry, channels_last, use)
 
 
 def _is_last(input: Tensor, weight: Tensor) -> bool:
@@ -196,7 +196,7 @@ def _is_last(input: Tensor, weight: Tensor) -> bool:
 
 def _plan_of(
     input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any
-) -> _Plan | None:
+) -> _ConvGeometry | None:
     """The plan of tensors of equally many dimensions; plans are cached by shapes."""
     count = weight.dim() - 2
     step, spread = _numbers(stride, count), _numbers(dilation, count)

@@ -32,7 +32,7 @@ from . import _distributed
 from ._checkpoints import Checkpoints
 from ._checks import check_parameter, check_written, is_supported
 from ._options import WRITE_BACK
-from ._plan import RULE_NUMBERS, Needs, Numbers, Plan, Store, on_device
+from ._plan import RULE_NUMBERS, Needs, Numbers, Store, UpdatePlan, on_device
 
 _PLANS_KEPT = 8  # one plan for each set of parameters with gradients
 # Read from hundreds of tensors several times a step: `map` takes a third of a loop's time.
@@ -91,7 +91,7 @@ class FusedOptimizer(Checkpoints):
             self._release.close(plans)
         self._average_parameters_without_gradients()
 
-    def _update(self, plans: list[Plan], grads: list[list[Tensor]]) -> None:
+    def _update(self, plans: list[UpdatePlan], grads: list[list[Tensor]]) -> None:
         writeback = self._writeback()
         if writeback != "none":
             check_written(grads)
@@ -135,11 +135,11 @@ class FusedOptimizer(Checkpoints):
 
     def _calls(
         self,
-        plans: list[Plan],
+        plans: list[UpdatePlan],
         grads: list[list[Tensor]],
         options: StepOptions,
         groups: list[Numbers],
-    ) -> list[tuple[Plan, list[Any]]]:
+    ) -> list[tuple[UpdatePlan, list[Any]]]:
         """The arguments of each plan's call."""
         lrs: list[Tensor] = []
         rows = [options.row(), *(group.row(lrs) for group in groups)]
@@ -181,7 +181,7 @@ class FusedOptimizer(Checkpoints):
     def _clip_norm(self) -> float:
         return self._fused_options["max_grad_norm"] or 0.0
 
-    def _plans_and_gradients(self) -> tuple[list[Plan], list[list[Tensor]]]:
+    def _plans_and_gradients(self) -> tuple[list[UpdatePlan], list[list[Tensor]]]:
         """The plans, one per device, of the parameters that have gradients; and the gradients."""
         params: list[Tensor] = []
         groups: list[int] = []
@@ -234,7 +234,7 @@ class FusedOptimizer(Checkpoints):
         if fresh:  # others may write to them; with all states, since a checkpoint needs these
             self._build([p for p, _ in fresh], [group for _, group in fresh], self._state_needs())
 
-    def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[Plan]:
+    def _build(self, params: list[Tensor], groups: list[int], needs: Needs) -> list[UpdatePlan]:
         for p in params:
             check_parameter(p, type(self).__name__)
         refuse_capture(f"the state of {type(self).__name__}")
@@ -242,7 +242,7 @@ class FusedOptimizer(Checkpoints):
         for i, p in enumerate(params):
             by_device.setdefault(p.device, []).append(i)
         return [
-            Plan(
+            UpdatePlan(
                 self._store(device), self.state, [params[i] for i in which],
                 [groups[i] for i in which], needs, self._low_precision,
             )
@@ -272,7 +272,7 @@ class FusedOptimizer(Checkpoints):
 
     def _forget(self) -> None:
         """Drops the plans, after their options or states were replaced."""
-        self._plans: dict[tuple[int, ...], tuple[Any, list[Plan]]] = {}
+        self._plans: dict[tuple[int, ...], tuple[Any, list[UpdatePlan]]] = {}
         self._stores: dict[torch.device, Store] = {}
         self._last = []
         self._measured = False

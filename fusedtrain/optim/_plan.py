@@ -132,7 +132,7 @@ def _places(tensors: list[Tensor]) -> list[Any]:
     return [list(map(fact, tensors)) for fact in facts]
 
 
-class Plan:
+class UpdatePlan:
     """The arguments of one call: parameters with gradients on one device, and their states."""
 
     def __init__(

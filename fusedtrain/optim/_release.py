@@ -14,7 +14,7 @@ from .._capture import is_capturing
 from . import _distributed
 from ._checks import check_parameter
 from ._options import Options
-from ._plan import RULE_NUMBERS, Needs, Plan, on_device
+from ._plan import RULE_NUMBERS, Needs, UpdatePlan, on_device
 from ._release_checks import (
     RELEASES,
     Hook,
@@ -132,7 +132,7 @@ class GradientRelease:
             for number, p in enumerate(params)
         ]
         self._devices: set[torch.device] = set()
-        self._open: _Step | None = None
+        self._open: _ReleasedStep | None = None
         self._count = 0  # of steps
         self._needs: Needs | None = None
         self._alone = False  # whether it is known that no DistributedDataParallel is around
@@ -202,7 +202,7 @@ class GradientRelease:
             update.step = step.number
             p.grad = None
 
-    def _begin(self) -> _Step:
+    def _begin(self) -> _ReleasedStep:
         optimizer = self._optimizer
         check_unscaled(optimizer)
         if is_capturing():
@@ -222,10 +222,10 @@ class GradientRelease:
             self._needs = needs
         assert self._needs is not None
         self._count += 1
-        self._open = _Step(self._count, optimizer, self._needs)
+        self._open = _ReleasedStep(self._count, optimizer, self._needs)
         return self._open
 
-    def _fits(self, plan: Plan, p: Tensor, step: _Step) -> bool:
+    def _fits(self, plan: UpdatePlan, p: Tensor, step: _ReleasedStep) -> bool:
         optimizer = self._optimizer
         return (
             plan.needs is step.needs
@@ -234,8 +234,8 @@ class GradientRelease:
             and plan.is_in_place()
         )
 
-    def _prepare(self, update: _Update, p: Tensor, group: int, step: _Step) -> Plan:
-        plan: Plan
+    def _prepare(self, update: _Update, p: Tensor, group: int, step: _ReleasedStep) -> UpdatePlan:
+        plan: UpdatePlan
         (plan,) = self._optimizer._build([p], [group], step.needs)
         device = plan.store.control.device
         if device not in self._controls:
@@ -246,7 +246,7 @@ class GradientRelease:
         update.written = [*plan.written, *plan.states]
         return plan
 
-    def _call(self, update: _Update, plan: Plan, grad: Tensor, step: _Step) -> None:
+    def _call(self, update: _Update, plan: UpdatePlan, grad: Tensor, step: _ReleasedStep) -> None:
         if grad.is_neg():
             grad = grad.resolve_neg()
         if plan.distributed:
@@ -284,7 +284,7 @@ class GradientRelease:
                     "Set it to None, and change gradients in hooks of the parameter instead"
                 )
 
-    def close(self, plans: list[Plan]) -> None:
+    def close(self, plans: list[UpdatePlan]) -> None:
         """Ends the step; `plans`: of the parameters that step() itself has updated."""
         step, self._open = self._open, None
         if not self._hooks:
@@ -326,13 +326,13 @@ class _Update:
     def __init__(self, number: int) -> None:
         self.number = number
         self.group = -1
-        self.plan: Plan | None = None
+        self.plan: UpdatePlan | None = None
         self.control: Tensor | None = None
         self.written: list[Tensor] = []  # whose versions an update increments
         self.step = 0  # the number of the step in which it was updated last
 
 
-class _Step:
+class _ReleasedStep:
     """The options of a step, read at its first gradient, and the updates so far."""
 
     def __init__(self, number: int, optimizer: Any, needs: Needs) -> None:
@@ -365,13 +365,13 @@ class _Step:
         """The parameters that were updated."""
         return [p for update in self.updates if update.plan for p in update.plan.params]
 
-    def plans(self) -> list[Plan]:
+    def plans(self) -> list[UpdatePlan]:
         """Plans of the updates, in the order of the model's parameters."""
         ordered = sorted(self.updates, key=lambda update: update.number)
         return [update.plan for update in ordered if update.plan is not None]
 
 
-def _report(plans: list[Plan]) -> None:
+def _report(plans: list[UpdatePlan]) -> None:
     """Writes norm and count of all gradients to the controls of the step."""
     first = plans[0].store.control.device
     sums = torch.cat([plan.sums.to(first) for plan in plans if plan.sums is not None])

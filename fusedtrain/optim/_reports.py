@@ -13,7 +13,7 @@ from ..reference.optimizers import CONTROLS, Control
 from ._distributed import local
 from ._masters import MASTER, is_correction
 from ._options import Options
-from ._plan import Plan
+from ._plan import UpdatePlan
 
 
 def _refuse_step() -> None:
@@ -26,7 +26,7 @@ def _refuse_step() -> None:
 class Reports(Options):
     """The part of `FusedOptimizer` that a user reads between steps."""
 
-    _last: list[Plan]  # of the last step
+    _last: list[UpdatePlan]  # of the last step
     _measured: bool  # whether the last step measured the gradients
     # The parameters themselves, by id, while `swap_averages` has averages in their place.
     _swapped: Mapping[int, Tensor] = MappingProxyType({})

@@ -1,8 +1,7 @@
 """A plan of what backward recomputes, for a budget of memory.
 
-`_profile` runs one step of the model and notes every output that could be recomputed, `_meter`
-the bytes that are allocated meanwhile; `_simulate` says which time and peak a choice has, and
-`_search` looks for the fastest choice within the budget. `fusedtrain._recompute` follows the plan.
+`_recompute` records, plans and replays; this package runs the model for it: `_meter` measures a
+step and records its outputs, `_batches` plans for batches that need not fit.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import math
 import statistics
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,23 +25,26 @@ from .._graph.forward import set_recomputing
 from .._graph.kept import bytes_of
 from .._graph.state import duplicate, restored
 from .._graph.tracer import same_generators
-from .._recompute import MemoryPlan, fingerprint
-from .._recompute.plan import PlannedStep
+from .._recompute.plan import MemoryPlan, PlannedStep, fingerprint
+from .._recompute.record import Record, synchronize
+from .._recompute.search import Search
+from .._recompute.simulate import peak_lines
 from .._text import FEW_BYTES, bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
 from ..conversion import convert, revert
-from ._autocast import autocast_dtype, autocast_to, without_autocast
-from ._meter import Meter, synchronize
-from ._profile import Profile, Running, metered, profile, structure
-from ._search import Choice, Search
-from ._simulate import Outcome, Simulator, peak_lines
-from ._timeline import timelines
+from ._meter import (
+    Meter,
+    Running,
+    autocast_dtype,
+    autocast_to,
+    metered,
+    recorded,
+    without_autocast,
+)
 
 __all__ = ["MemoryPlan", "PlannedStep", "plan_memory"]
 
-_TRIES = 5  # of plans that are measured
 _STEPS, _SECONDS = 3, 1.0  # that are timed: more where they are fast
-_MUCH = 0.2  # of the peak
 _FRACTION = "a fraction of eager's peak is a float, such as 0.6"
 
 Loss = Callable[[Any], Tensor]
@@ -110,62 +112,57 @@ def plan_memory(
     twin = duplicate(original)
     revert(twin)
     device = next((t.device for t in twin.parameters()), torch.device("cpu"))
-    show = _Progress()
+    dtype = autocast_dtype(device.type)
 
-    def begin(samples: int) -> Running:
-        arguments, named = arguments_of(example)
-        if samples:
-            arguments, named = pytree.tree_map(partial(_first, samples), (arguments, named))
-        leaves = pytree.tree_leaves((arguments, named))
-        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    def begin(samples: int | None = None) -> Running:
+        arguments = arguments_of(example)
+        if samples is not None:
+            arguments = pytree.tree_map(partial(_first, samples), arguments)
+        inputs = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
 
         def forward() -> tuple[Any, Tensor]:
             with autocast_to(dtype, device.type):
-                output = twin(*arguments, **named)
+                output = twin(*arguments[0], **arguments[1])
                 return output, _loss_of(output, loss)
 
         return Running(forward, inputs)
 
-    dtype, steps = autocast_dtype(device.type), _Twin(twin, begin, device)
+    steps = _Steps(twin, begin, device)
     with (
         restored(original), same_generators(), without_compiled_code(twin), torch.enable_grad(),
         without_autocast(device.type),
     ):  # fmt: skip
-        show("eager PyTorch on the example")
+        _show("eager PyTorch on the example")
         eager = steps.peak()
         convert(twin, memory="recompute")
         set_recomputing(twin, False)
-        show("the functions of a step")
-        measured = profile(twin, partial(begin, 0), device)
-        fixed = _fixed_bytes(twin, begin(0).inputs, optimizer)
-        search = Search(Simulator(measured))
-        search.run(lambda done, of: show(f"choices, {done} of {of}"))
+        _show("the functions of a step")
+        record = recorded(twin, begin, device)
+        search = Search(record)
+        search.run(lambda done, of: _show(f"choices, {done} of {of}"))
+        fixed = _fixed_bytes(twin, begin().inputs, optimizer)
         limit = int(allowed * eager) if isinstance(allowed, float) else allowed - fixed
-        in_bytes = isinstance(allowed, int)
-        chosen, outcome, peak = _fitting(
-            search, limit, show, lambda choice: steps.peak(_trial_plan(measured, choice))
-        )
-        if peak > limit:
-            share = f"{math.ceil(100 * peak / max(eager, 1)) / 100:.2f} of eager's"
-            hint = (
-                f" ({allowed} are bytes; {_FRACTION})" if in_bytes and allowed < FEW_BYTES else ""
-            )
-            least = _least(search, peak, fixed if in_bytes else 0)
+        plan = search.plan(limit, device.type, steps.peak, _show)
+        if plan.peak > limit:
+            share = f"{math.ceil(100 * plan.peak / max(eager, 1)) / 100:.2f} of eager's"
+            in_bytes = isinstance(allowed, int)
+            lowest = search.lowest_text(plan.peak, fixed if in_bytes else 0)
+            few = f" ({allowed} are bytes; {_FRACTION})"
             raise ValueError(
-                f"budget: no plan needs less than {least}. The lowest peak is {share} "
-                f"{memory_text(eager)}{hint}"
+                f"budget: no plan needs less than {lowest}. The lowest peak is {share} "
+                f"{memory_text(eager)}{few if in_bytes and allowed < FEW_BYTES else ''}"
             )
-        show("the time of steps")
-        milliseconds, extra = steps.timed(_trial_plan(measured, chosen) if any(chosen) else None)
-        batch = _batch_of(begin(0).inputs)
-        show("half of the example")
-        half = steps.half(batch, measured)
-    show("")
-    return MemoryPlan(
-        fingerprint(original), limit, peak, outcome.peak, eager, max(measured.totals),
-        milliseconds, extra, device.type, _steps(measured, chosen),
-        **timelines(search.simulator, chosen), batch=batch,
-        lines=peak_lines(chosen, (batch // 2, half), (batch, measured)) if half else [],
+        _show("the time of steps")
+        milliseconds, extra = steps.timed(plan)
+        _show("half of the example")
+        batch = _batch_of(begin().inputs)
+        half = steps.half(batch, record)
+    _show("")
+    choice = [step.recompute for step in plan.steps]
+    return replace(
+        plan, model=fingerprint(original), eager_peak=eager, milliseconds=milliseconds,
+        extra_milliseconds=extra, batch=batch,
+        lines=peak_lines(choice, (batch // 2, half), (batch, record)) if half else [],
     )  # fmt: skip
 
 
@@ -220,12 +217,12 @@ def _step(model: nn.Module, running: Running) -> None:
     del output
 
 
-class _Twin:
-    """A copy of the model that takes steps on the example. `begin(samples)`: a forward of so many
-    samples that is about to run; 0: of all."""
+class _Steps:
+    """Steps of a model on the example. `begin(samples)`: a forward of so many samples that is about
+    to run; without a number: of all."""
 
     def __init__(
-        self, model: nn.Module, begin: Callable[[int], Running], device: torch.device
+        self, model: nn.Module, begin: Callable[..., Running], device: torch.device
     ) -> None:
         self.model, self.begin, self.device = model, begin, device
 
@@ -233,7 +230,7 @@ class _Twin:
         """The peak of a step under a plan."""
         set_recomputing(self.model, plan)
         try:
-            running = self.begin(0)
+            running = self.begin()
             with Meter(self.device) as meter:
                 _step(self.model, running)
         finally:
@@ -241,40 +238,35 @@ class _Twin:
         self.model.zero_grad(set_to_none=True)
         return meter.peak
 
-    def timed(self, plan: MemoryPlan | None) -> tuple[float, float]:
+    def timed(self, plan: MemoryPlan) -> tuple[float, float]:
         """Milliseconds of a step, and what the plan adds: steps in turn, without their first."""
-        times: tuple[list[float], list[float]] = ([], [])
-        plans: list[bool | MemoryPlan] = [False] if plan is None else [False, plan]
+        times: list[tuple[float, float]] = []
         until = time.perf_counter() + _SECONDS
-        while len(times[0]) <= _STEPS or (
-            len(times[0]) < 4 * _STEPS and time.perf_counter() < until
-        ):
-            for one, row in zip(plans, times):
-                set_recomputing(self.model, one)
-                running = self.begin(0)
-                start = time.perf_counter()
-                _step(self.model, running)
-                synchronize(self.device)
-                row.append(time.perf_counter() - start)
+        while len(times) <= _STEPS or (len(times) < 4 * _STEPS and time.perf_counter() < until):
+            alone = self._seconds(False)
+            times.append((alone, self._seconds(plan) if plan.recomputed else alone))
         set_recomputing(self.model, False)
         self.model.zero_grad(set_to_none=True)
-        differences = [planned - alone for alone, planned in zip(*times)][1:]
-        extra = statistics.median(differences) if differences else 0.0
-        return statistics.median(times[0][1:]) * 1e3, max(extra, 0.0) * 1e3
+        extra = statistics.median(planned - alone for alone, planned in times[1:])
+        return statistics.median(alone for alone, _ in times[1:]) * 1e3, max(extra, 0.0) * 1e3
 
-    def half(self, batch: int, whole: Profile) -> Profile | None:
-        """The profile of half of the example; None if it tells nothing of other batches."""
+    def _seconds(self, plan: bool | MemoryPlan) -> float:
+        set_recomputing(self.model, plan)
+        running = self.begin()
+        start = time.perf_counter()
+        _step(self.model, running)
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+    def half(self, batch: int, whole: Record) -> Record | None:
+        """The record of half of the example; None if it tells nothing of other batches."""
         if batch < 2:
             return None
         try:
             half = metered(self.model, self.begin(batch // 2), self.device)
         except Exception:  # of the user's model or loss, which need not take another batch
             return None
-        return half if structure(half) == structure(whole) else None
-
-
-def _trial_plan(measured: Profile, chosen: Choice) -> MemoryPlan:
-    return MemoryPlan("", 0, 0, 0, 0, 0, 0, 0, "", _steps(measured, chosen))
+        return half if half.is_like(whole) else None
 
 
 def _batch_of(inputs: list[Tensor]) -> int:
@@ -285,70 +277,6 @@ def _batch_of(inputs: list[Tensor]) -> int:
 
 def _first(samples: int, leaf: Any) -> Any:
     return leaf[:samples] if isinstance(leaf, Tensor) else leaf
-
-
-def _fitting(
-    search: Search,
-    limit: int,
-    show: Callable[[str], None],
-    measure: Callable[[Choice], int],
-    above: bool = True,
-) -> tuple[Choice, Outcome, int]:
-    """The fastest choice with a measured peak within the limit. Without one the choice of the
-    lowest peak of all that were measured, the lowest simulated one among them. `above`: whether a
-    step may run that is simulated above the limit; else the simulated peak counts."""
-    target, tried = limit, list[tuple[Choice, Outcome, int]]()
-
-    def attempt(choice: Choice, outcome: Outcome) -> None:
-        tried.append((choice, outcome, measure(choice)))
-
-    for number in range(_TRIES):
-        best = search.best(target)
-        if best is None:
-            show("lower peaks")
-            search.deepen()
-            best = search.best(target)
-        if best is None:
-            break
-        search.refine(target)
-        chosen, outcome = search.best(target) or best
-        show(f"the plan, measured ({number + 1})")
-        attempt(chosen, outcome)
-        if tried[-1][2] <= limit:
-            return tried[-1]
-        target = min(target, outcome.peak) - (tried[-1][2] - limit)
-    search.deepen()
-    nothing = (False,) * len(search.simulator.bytes)
-    for chosen, outcome in (search.least(), (nothing, search.simulator.run(nothing))):
-        if above or outcome.peak <= limit:
-            attempt(chosen, outcome)
-        else:
-            tried.append((chosen, outcome, outcome.peak))
-    return min(tried, key=lambda one: one[2])
-
-
-def _least(search: Search, least: int, fixed: int) -> str:
-    """The lowest peak, and what lives then."""
-    place, inside = search.place(search.least()[1]), Counter[str]()
-    for step in search.simulator.profile.steps:
-        inside[step.op] += step.inside
-    (op, size), *_ = [*inside.most_common(1), ("", 0)]
-    pieces = f". {op} keeps {memory_text(size)} inside, which no plan recomputes"
-    among = f", {memory_text(fixed)} of these parameters, buffers, inputs, states" if fixed else ""
-    return (
-        f"{memory_text(least + fixed)}{among}; that much lives at once in "
-        f"{place or 'the model itself'}{pieces if size > _MUCH * least else ''}. A smaller batch "
-        "needs less"
-    )
-
-
-def _steps(measured: Profile, chosen: tuple[bool, ...]) -> list[PlannedStep]:
-    return [
-        PlannedStep(
-            step.op, step.module, measured.bytes[step.storage], round(step.milliseconds, 4), one
-        )
-        for step, one in zip(measured.steps, chosen)
-    ]
 
 
 def _fixed_bytes(
@@ -372,10 +300,8 @@ def _fixed_bytes(
     return size + bytes_of(list(optimizer.state.values()))
 
 
-class _Progress:
-    """One line on a terminal that says what runs."""
-
-    def __call__(self, text: str) -> None:
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[Kplan_memory: {text}" if text else "\r\x1b[K")
-            sys.stderr.flush()
+def _show(text: str) -> None:
+    """Says on one line of a terminal what runs."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[Kplan_memory: {text}" if text else "\r\x1b[K")
+        sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Plans of one model for batches that need not fit without a plan: profiles of two small batches,
+"""Plans of one model for batches that need not fit without a plan: records of two small batches,
 extrapolated."""
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from .._recompute import MemoryPlan
-from . import _fitting, _least, _steps
-from ._profile import Profile, Running, profile, structure
-from ._search import Search
-from ._simulate import Outcome, Simulator, peak_lines
-from ._timeline import timelines
+from .._recompute.plan import MemoryPlan
+from .._recompute.record import Record
+from .._recompute.search import Search
+from .._recompute.simulate import Simulator, peak_lines
+from ._meter import Running, recorded
 
 _LOWEST = 16  # choices by which the largest batch is predicted
 
@@ -67,21 +66,20 @@ class BatchPlanner:
         batches: tuple[int, int],
     ) -> None:
         self._batches, self._device = batches, device
-        self._searched: tuple[int, Search] | None = None
+        self._search: tuple[int, Search] | None = None  # several budgets of one batch share it
         self._small, self._large = (
-            profile(model, partial(begin, batch), device) for batch in batches
+            recorded(model, partial(begin, batch), device) for batch in batches
         )
-        if structure(self._small) != structure(self._large):
+        if not self._small.is_like(self._large):
             raise ValueError("model: forwards of two batches call different functions")
 
     def largest(self, limit: Callable[[int], int], most: int) -> int:
         """The largest batch up to `most` with a simulated peak of at most `limit(batch)`, or 0."""
-        search = Search(Simulator(self.profile(4 * self._batches[1])))
-        search.run()
+        search = self._searched(4 * self._batches[1])
         ordered = sorted(search.simulated, key=lambda choice: search.simulated[choice].peak)
 
         def fits(batch: int) -> bool:
-            simulator = Simulator(self.profile(batch))
+            simulator = Simulator(self._record(batch))
             peaks = (simulator.run(choice).peak for choice in ordered[:_LOWEST])
             return min(peaks) <= limit(batch)
 
@@ -89,17 +87,9 @@ class BatchPlanner:
 
     def lowest(self, batch: int) -> int:
         """The lowest simulated peak."""
-        search = self._search_of(batch)
+        search = self._searched(batch)
         search.deepen()
         return search.least()[1].peak
-
-    def _search_of(self, batch: int) -> Search:
-        """The choices that were simulated for a batch: several budgets of one batch share them."""
-        if self._searched is None or self._searched[0] != batch:
-            search = Search(Simulator(self.profile(batch)))
-            search.run()
-            self._searched = batch, search
-        return self._searched[1]
 
     def plan(
         self,
@@ -115,44 +105,21 @@ class BatchPlanner:
             ValueError: no plan has so low a peak.
         """
         show("choices")
-        search = self._search_of(batch)
-        scaled = search.simulator.profile
-
-        def made(chosen: tuple[bool, ...], outcome: Outcome, peak: int) -> MemoryPlan:
-            return MemoryPlan(
-                "", limit, peak, outcome.peak, 0, max(scaled.totals), 0.0, outcome.milliseconds,
-                self._device.type, _steps(scaled, chosen),
-            )  # fmt: skip
-
-        nothing = Outcome(0.0, 0, 0)
-        chosen, outcome, peak = _fitting(
-            search, limit, show, lambda chosen: measure(made(chosen, nothing, 0)), above=False
-        )
-        if peak > limit:
-            raise ValueError(f"budget: no plan needs less than {_least(search, peak, 0)}")
+        search = self._searched(batch)
+        plan = search.plan(limit, self._device.type, measure, show, above=False)
+        if plan.peak > limit:
+            raise ValueError(f"budget: no plan needs less than {search.lowest_text(plan.peak)}")
+        choice = [step.recompute for step in plan.steps]
         first, second = zip(self._batches, (self._small, self._large))
-        return replace(
-            made(chosen, outcome, peak),
-            batch=batch,
-            lines=peak_lines(chosen, first, second),
-            **timelines(search.simulator, chosen),
-        )
+        return replace(plan, batch=batch, lines=peak_lines(choice, first, second))
 
-    def profile(self, batch: int) -> Profile:
-        """The profile of a batch: bytes and milliseconds are affine functions of the batch."""
-        small, large = self._small, self._large
+    def _searched(self, batch: int) -> Search:
+        """The choices that were simulated for a batch."""
+        if self._search is None or self._search[0] != batch:
+            self._search = batch, Search(self._record(batch))
+            self._search[1].run()
+        return self._search[1]
+
+    def _record(self, batch: int) -> Record:
         first, second = self._batches
-        share = (batch - first) / (second - first)
-
-        def at(one: float, other: float) -> float:
-            return max(one + (other - one) * share, 0)
-
-        return replace(
-            large,
-            bytes=[round(at(*pair)) for pair in zip(small.bytes, large.bytes)],
-            totals=[round(at(*pair)) for pair in zip(small.totals, large.totals)],
-            steps=[
-                replace(step, milliseconds=at(other.milliseconds, step.milliseconds))
-                for other, step in zip(small.steps, large.steps)
-            ],
-        )
+        return self._small.between(self._large, (batch - first) / (second - first))

@@ -208,7 +208,7 @@ _launch_tile_backward = Launcher(tile_backward_kernel)
 _launch_finish = Launcher(finish_kernel)
 
 
-class Plan(NamedTuple):
+class LaunchConfig(NamedTuple):
     """One launch without its tensors."""
 
     launch: Launcher
@@ -222,34 +222,36 @@ class Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def finish_plan(channels: int, per_channel: int, count: int) -> Plan:
+def finish_plan(channels: int, per_channel: int, count: int) -> LaunchConfig:
     """Adds up the shares of each channel, `per_channel` side by side, of `count` parameters."""
     width = min(_FINISH_BLOCK, power_of_two(per_channel))
     height = min(_FINISH_BLOCK // width, power_of_two(channels))
     constants = (count, power_of_two(cdiv(per_channel, width)), height, width)
-    return Plan(
+    return LaunchConfig(
         _launch_finish, constants, cdiv(channels, height), (channels, per_channel), constants
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _forward_plan(name: str, itemsize: int, one: bool, view: tuple[int, int, int]) -> Plan:
+def _forward_plan(name: str, itemsize: int, one: bool, view: tuple[int, int, int]) -> LaunchConfig:
     formula, block = getattr(formulas, f"{name}_forward"), FORWARD_BLOCK[itemsize]
     rows, channels, inner = view
     if one:
         n = rows * channels * inner
-        return Plan(_launch_flat_forward, (name,), cdiv(n, block), (n,), (formula, block))
+        return LaunchConfig(_launch_flat_forward, (name,), cdiv(n, block), (n,), (formula, block))
     t = tiles_of(rows, channels, inner, block)
     programs = cdiv(t.rows, t.height) * cdiv(t.columns, t.width)
     numbers = (t.rows, t.columns // t.unit, channels, inner)
     constants = (t.planes, t.unit, index_of(t), t.height, t.width)
-    return Plan(_launch_tile_forward, (name, *constants), programs, numbers, (formula, *constants))
+    return LaunchConfig(
+        _launch_tile_forward, (name, *constants), programs, numbers, (formula, *constants)
+    )
 
 
 @functools.lru_cache(maxsize=1024)
 def _backward_plan(
     name: str, itemsize: int, one: bool, view: tuple[int, int, int], count: int
-) -> tuple[Plan, Plan, int]:
+) -> tuple[LaunchConfig, LaunchConfig, int]:
     """The backward kernel, the kernel that adds the shares, and the number of shares."""
     formula, block = getattr(formulas, f"{name}_backward"), BACKWARD_BLOCK[itemsize]
     rows, channels, inner = view
@@ -275,7 +277,7 @@ def _backward_plan(
         constants = (count, steps, t.planes, t.unit, index_of(t), t.height, t.width)
         launch = _launch_tile_backward
         numbers = (t.rows, t.columns // t.unit, channels, inner)
-    plan = Plan(launch, (name, *constants), programs, numbers, (formula, *constants))
+    plan = LaunchConfig(launch, (name, *constants), programs, numbers, (formula, *constants))
     return plan, finish_plan(channels, per_channel, count), count * channels * per_channel
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..reference.depthwise import new_tensor, out_sizes
 from ._layout import cdiv, power_of_two, steps_of, unit_of
-from .channelwise import Plan, finish_plan
+from .channelwise import LaunchConfig, finish_plan
 from .launch import Launcher, check_dtype
 from .pool import narrow
 from .vecmath import widen
@@ -232,7 +232,7 @@ _MOST = 2**29  # elements of tensors whose indices have 32 bits
 _FAR = 2**15  # products of two such numbers have 32 bits
 
 
-class Call(NamedTuple):
+class ConvShape(NamedTuple):
     """csrc/ops/depthwise.h."""
 
     itemsize: int
@@ -263,7 +263,7 @@ class Call(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(call: Call, gradient: bool, bias: bool) -> Plan:
+def _plan(call: ConvShape, gradient: bool, bias: bool) -> LaunchConfig:
     common = [
         math.gcd(s, d) if gradient else s for s, d in zip(call.stride, call.dilation, strict=True)
     ]
@@ -294,11 +294,11 @@ def _plan(call: Call, gradient: bool, bias: bool) -> Plan:
     programs = cdiv(rows, lines) * cdiv(width, columns) * cdiv(channels, together)
     programs *= math.prod(min(n, p) for n, p in zip(targets, phases, strict=True))
     numbers = (call.samples, channels // unit, *sources, *targets)
-    return Plan(_launch, constants, programs, numbers, constants)
+    return LaunchConfig(_launch, constants, programs, numbers, constants)
 
 
 @functools.lru_cache(maxsize=1024)
-def _weight_plan(call: Call, weight: bool, bias: bool) -> tuple[Plan, int]:
+def _weight_plan(call: ConvShape, weight: bool, bias: bool) -> tuple[LaunchConfig, int]:
     """The launch, and the number of shares of each weight."""
     taps = math.prod(call.kernel) if weight else 1
     channels = call.channels * call.multiplier
@@ -316,13 +316,13 @@ def _weight_plan(call: Call, weight: bool, bias: bool) -> tuple[Plan, int]:
         call.last, call.small, unit, lines, columns, together,
     )  # fmt: skip
     numbers = (shares, call.samples, channels // unit, *call.sizes, *call.out)
-    return Plan(_launch_weight, constants, shares * beside, numbers, constants), shares
+    return LaunchConfig(_launch_weight, constants, shares * beside, numbers, constants), shares
 
 
 def _call(
     model: Tensor, weight: Tensor, out: Sequence[int], stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int], channels_last: bool,
-) -> Call:  # fmt: skip
+) -> ConvShape:  # fmt: skip
     front = (1,) * (5 - model.dim())
     sizes, kernel = (*front, *model.shape[2:]), (*front, *weight.shape[2:])
     pad = (0,) * len(front) + tuple(padding)
@@ -333,7 +333,7 @@ def _call(
         min(s, n + p + d * k)
         for s, n, p, d, k in zip((*front, *stride), sizes, pad, spread, kernel, strict=True)
     )
-    return Call(
+    return ConvShape(
         model.itemsize, channels_last, model.size(0), model.size(1),
         weight.size(0) // model.size(1), sizes, (*front, *out), kernel, step, spread, pad,
     )  # fmt: skip

@@ -42,6 +42,9 @@ STEPS: dict[str, Step] = {
     "detached": lambda m, a, b, c, r: a + c.detach() * b,
     "pool": lambda m, a, b, c, r: T.max_pool2d(a, 3, 1, 1),
     "views": lambda m, a, b, c, r: (a.flatten(2).mT @ b.flatten(2)).mean() * a,
+    "tokens": lambda m, a, b, c, r: a.permute(0, 2, 3, 1).reshape(-1, C)[1:-1:2].exp().mean() * b,
+    "chunks": lambda m, a, b, c, r: torch.cat([a.chunk(2, 1)[1] * b.chunk(2, 1)[0], c[:, 1:3]], 1),
+    "expanded": lambda m, a, b, c, r: a + b.expand(2, *b.shape).exp().mean(),
     "halves": lambda m, a, b, c, r: torch.cat([a[:, :2] * b[:, :2], c[:, 2:]], 1),
 }
 
@@ -77,7 +80,7 @@ def outcome(
 ) -> list[Tensor | None] | str:
     """Loss and gradients, or what was raised."""
     modules = nn.ModuleList(module for _, module, _ in program)
-    twice, accumulated = rng.random() < 0.2, rng.random() < 0.3
+    twice, accumulated, inside, autocast = (rng.random() < share for share in (0.2, 0.3, 0.3, 0.3))
     for norm in modules.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             norm.reset_running_stats()
@@ -87,9 +90,12 @@ def outcome(
     x = start.clone().requires_grad_()
     try:
         with context:
-            loss = run(program, x * 1)
-            if accumulated:
-                loss = loss + run(program, x * 2)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = run(program, x * 1)
+                if accumulated:
+                    loss = loss + run(program, x * 2)
+            if inside:
+                loss.backward(retain_graph=True)
         if twice:
             (g,) = torch.autograd.grad(loss, x, create_graph=True)
             loss = g.square().sum()

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain import _recompute
-from fusedtrain._recompute import recipes as recipe_module
 from fusedtrain.nn import BatchNormAct2d, BatchNormAddAct
 from helpers.recompute import Blocks, assert_same_bits, kept_by, recomputed, run_both
 
@@ -79,18 +78,6 @@ def test_save_on_cpu_inside_and_around() -> None:
         y.square().sum().backward()
         results = [y.detach(), input.grad, *(p.grad for p in twin.parameters())]
         assert all(map(torch.equal, results, want))
-
-
-def test_autocast() -> None:
-    model, x = Blocks(2), torch.randn(3, 8, 4, 4)
-    runs = []
-    for context in (nullcontext(), fusedtrain.recompute()):
-        twin = copy.deepcopy(model)
-        with torch.autocast("cpu", torch.bfloat16), context:
-            y = twin(x)
-        y.float().square().sum().backward()
-        runs.append([y.detach(), *(p.grad for p in twin.parameters() if p.grad is not None)])
-    assert_same_bits(runs)
 
 
 def test_transforms_and_compile_see_plain_operators() -> None:
@@ -298,7 +285,6 @@ def test_a_backward_that_raises_leaves_nothing() -> None:
         with pytest.raises(ValueError, match="in a hook"):
             loss.backward(retain_graph=True)
         gc.collect()
-        assert not recipe_module._pending
         recipes = [o for o in gc.get_objects() if type(o) is _recompute.Recipe]
         assert [r._value for r in recipes if r._value is not None] == []
 

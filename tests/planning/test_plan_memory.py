@@ -20,10 +20,7 @@ from fusedtrain import MemoryPlan, plan_memory
 from fusedtrain._graph.modules import has_own_forward
 from fusedtrain._torch_private import top_saved_tensors_hooks
 from fusedtrain.planning._meter import Meter
-from fusedtrain.planning._profile import Profile, Running, Save, Step, profile
-from fusedtrain.planning._search import Search
-from fusedtrain.planning._simulate import Simulator, peak_lines
-from helpers.planned_networks import EXAMPLES, Attention, Convolutions
+from helpers.planned_networks import EXAMPLES, Convolutions
 
 
 def made(name: str) -> tuple[nn.Module, Tensor]:
@@ -142,23 +139,6 @@ def test_saved_loaded_pickled_copied(planned: tuple[str, MemoryPlan], tmp_path: 
         assert peak_of(twin, x) <= plan.budget
 
 
-def test_autocast() -> None:
-    model, x = made("attention")
-    with torch.autocast("cpu", torch.bfloat16):
-        plan = plan_memory(model, x, 0.7)
-    assert plan.peak <= plan.budget
-    assert plan.recomputed
-    model, store = converted(model, plan)
-    results = []
-    for one in (model, store):
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = one(x).float().square().mean()
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in one.parameters())])
-    assert_same(*results)
-
-
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_peaks_under_autocast_count_the_casts(layout: torch.memory_format) -> None:
     """Wide layers, whose 16-bit weights are as large as their outputs. A training step casts them
@@ -208,20 +188,6 @@ def test_another_batch_and_another_forward() -> None:
     assert_same(ours, step(store, x))
 
 
-def test_recipes_of_dropout_keep_the_generators_state() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
-    x = torch.randn(4, 8)
-
-    def forward() -> tuple[Tensor, Tensor]:
-        output = model(x)
-        return output, output.sum()
-
-    measured = profile(model, lambda: Running(forward, [x]), torch.device("cpu"))
-    reads = {step.op: {measured.bytes[one] for one in step.reads} for step in measured.steps}
-    assert torch.get_rng_state().nbytes in reads["dropout"]
-    assert torch.get_rng_state().nbytes not in reads["linear"]
-
-
 class Checkpointed(Convolutions):
     def forward(self, x: Tensor) -> Tensor:
         x = checkpoint(self.part, x, use_reentrant=False)
@@ -240,11 +206,12 @@ def test_within_checkpoint_nothing_is_planned() -> None:
 
 
 class Breaking(Convolutions):
-    breaks = False
+    calls, breaks_at = 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        if self.breaks:
+        self.calls += 1
+        if self.calls == self.breaks_at:
             raise KeyError("in the middle")
         return y
 
@@ -254,29 +221,16 @@ def test_an_exception_leaves_nothing_behind() -> None:
     model, x = Breaking(), torch.randn(4, 3, 24, 24)
     plan = plan_memory(model, x, 0.8)
     fusedtrain.convert(model, memory=plan)
-    model.breaks = True
-    for call in (lambda: model(x), lambda: plan_memory(model, x, 0.8)):
-        with pytest.raises(KeyError, match="in the middle"):
+    again = lambda: plan_memory(model, x, 0.8)  # noqa: E731
+    # The call, eager's forward of a plan, and a later one that is measured.
+    for call, number in ((lambda: model(x), 1), (again, 1), (again, 7)):
+        model.calls, model.breaks_at = 0, number
+        with pytest.raises(KeyError, match=r"^'in the middle'$"):
             call()
         assert not _get_current_function_mode_stack()
         assert top_saved_tensors_hooks(True) is None
-    model.breaks = False
+    model.breaks_at = 0
     model(x).sum().backward()
-
-
-def test_an_error_of_the_measured_step_is_the_models_own() -> None:
-    class Moody(Convolutions):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 7:  # eager, two profiles, three that are timed, the plan's
-                raise ValueError("the model's own")
-            return super().forward(x)
-
-    torch.manual_seed(0)
-    with pytest.raises(ValueError, match=r"^the model's own$"):
-        plan_memory(Moody(), torch.randn(4, 3, 24, 24), 0.8)
 
 
 def test_smaller_budgets_have_smaller_peaks() -> None:
@@ -361,80 +315,3 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('_plan": 2', '_plan": 9'))
     with pytest.raises(ValueError, match="of format 9"):
         MemoryPlan.load(path)
-
-
-def chain(sizes: list[int], costs: list[float]) -> Profile:
-    """A profile of layers that each save their input; the loss comes last."""
-    count = len(sizes)
-    profile = Profile(bytes=sizes, nodes=count, totals=[0] * (2 * count + 1))
-    for number, cost in enumerate(costs):
-        inputs = [number - 1] if number else []
-        profile.steps.append(Step("op", "", number, inputs, [], number, number + 1, cost))
-        profile.saves.append(Save(number, number, number, count - 1 - number))
-    stored = Simulator(profile)
-    profile.totals = [-rest for rest in stored._rest]
-    return profile
-
-
-def test_peak_lines_are_the_largest_of_all_moments() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        sizes = [torch.randint(1, 50, (12,), generator=generator).tolist() for _ in range(2)]
-        small, large = (chain(row, [1.0] * 12) for row in sizes)
-        choice = (torch.rand(12, generator=generator) < 0.5).tolist()
-        one, other = (Simulator(profile).totals(choice)[0] for profile in (small, large))
-        lines = peak_lines(choice, (2, small), (5, large))
-        for batch in (0, 2, 3, 5, 40):
-            expected = max(a + (b - a) / 3 * (batch - 2) for a, b in zip(one, other))
-            result = max(base + each * batch for base, each in lines)
-            assert result == pytest.approx(expected)
-
-
-def test_search_is_near_the_best_of_all_choices() -> None:
-    torch.manual_seed(0)
-    ratios = []
-    for _ in range(8):
-        count = 9
-        sizes = torch.randint(1, 20, (count,)).tolist()
-        costs = (torch.rand(count) * 10).tolist()
-        simulator = Simulator(chain(sizes, costs))
-        search = Search(simulator)
-        search.run()
-        search.deepen()
-        every = [simulator.run(choice) for choice in itertools.product((False, True), repeat=count)]
-        lowest = min(outcome.peak for outcome in every)
-        assert search.least()[1].peak <= 1.1 * lowest
-        full = simulator.run([False] * count).peak
-        for share in (0.9, 0.7, 0.5):
-            budget = int(share * full)
-            fitting = [o.milliseconds for o in every if o.peak <= budget]
-            if fitting and search.least()[1].peak <= budget:
-                search.refine(budget)
-                best = search.best(budget)
-                assert best is not None
-                ratios.append(best[1].milliseconds / max(min(fitting), 1e-9))
-    assert len(ratios) > 10
-    assert sum(ratios) / len(ratios) < 1.1
-    assert max(ratios) < 1.6
-
-
-def test_a_training_run_has_the_losses_of_store() -> None:
-    torch.manual_seed(0)
-    model = Attention()
-    tokens = torch.randint(50, (6, 4, 24))
-    plan = plan_memory(model, tokens[0], 0.8)
-    losses = []
-    for memory in ("store", plan):
-        twin = copy.deepcopy(model)
-        fusedtrain.convert(twin, memory=memory)
-        optimizer = fusedtrain.optim.AdamW(twin.parameters(), lr=1e-2)
-        torch.manual_seed(3)
-        row = []
-        for batch in tokens:
-            loss = twin(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            row.append(loss.item())
-        losses.append(row)
-    assert losses[0] == losses[1]

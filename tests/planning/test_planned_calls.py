@@ -1,4 +1,5 @@
-"""Recipes of torch's functions: the same kernel, random numbers and context as in the forward."""
+"""Recipes of torch's functions: the same kernel, random numbers and context as in the forward; and
+steps that recompute, in the layout and precision of users, have the bits of those that store."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fusedtrain
-from fusedtrain.planning._profile import Running, profile
+from fusedtrain._recompute.record import Record
+from fusedtrain.planning._meter import Running, recorded
+from helpers.recompute import assert_same_bits
 
 
 class Two(nn.Module):
@@ -80,6 +83,10 @@ def all_recomputed(model: nn.Module, x: Any) -> nn.Module:
     return planned
 
 
+def record_of(model: nn.Module, x: Tensor) -> Record:
+    return recorded(model, lambda: Running(lambda: (None, model(x).sum()), [x]), x.device)
+
+
 def run(model: nn.Module, x: Any, forward: Any, backward: Any) -> list[Tensor]:
     torch.manual_seed(1)
     with forward:
@@ -106,9 +113,7 @@ def assert_bits_of_store(
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         ours = run(planned, x, forward(), backward())
-    theirs = run(store, x, forward(), backward())
-    assert len(ours) == len(theirs)
-    assert all(map(torch.equal, ours, theirs))
+    assert_same_bits([ours, run(store, x, forward(), backward())])
 
 
 @pytest.mark.parametrize("forward", [nullcontext, autocast])
@@ -214,11 +219,18 @@ class Moving(nn.Module):
 def test_inputs_that_change_later_are_not_planned() -> None:
     torch.manual_seed(0)
     model, x = Moving(), torch.randn(64, 32)
-    measured = profile(model, lambda: Running(lambda: (None, model(x).sum()), [x]), x.device)
-    stays = {(step.op, step.stays) for step in measured.steps}
+    stays = {(output.op, output.stays) for output in record_of(model, x).outputs}
     assert ("sub", False) in stays
     assert ("linear", True) in stays
     assert ("sub", True) not in stays
+
+
+def test_recipes_of_dropout_keep_the_generators_state() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
+    record = record_of(model, torch.randn(4, 8))
+    reads = {one.op: {record.bytes[storage] for storage in one.reads} for one in record.outputs}
+    assert torch.get_rng_state().nbytes in reads["dropout"]
+    assert torch.get_rng_state().nbytes not in reads["linear"]
 
 
 def test_the_example_is_no_part_of_the_step() -> None:
@@ -303,3 +315,67 @@ def test_the_error_says_what_attention_keeps_inside(dropout: float) -> None:
         fusedtrain.plan_memory(model, torch.randn(2, 128, 8), 0.01)
     said = "scaled_dot_product_attention keeps" in str(error.value)
     assert said == (dropout > 0), error.value
+
+
+class Twice(nn.Module):
+    """One depthwise layer, called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.depthwise = nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.depthwise(self.depthwise(self.norm(x)).relu())
+
+
+def norm(**options: Any) -> Callable[[], list[nn.Module]]:
+    return lambda: [nn.BatchNorm2d(8, **options)]
+
+
+class Act(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.depthwise, self.function = nn.Conv2d(8, 8, 3, padding=1, groups=8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.depthwise(x))
+
+
+MIDDLES: dict[str, Callable[[], list[nn.Module]]] = {
+    "norm": norm(),
+    "norm without weight": norm(affine=False),
+    "norm without weight and statistics": norm(affine=False, track_running_stats=False),
+    "depthwise called twice": lambda: [Twice()],
+    "relu": lambda: [Act(torch.relu)],
+    "leaky_relu in place": lambda: [Act(lambda y: T.leaky_relu(y, 0.1, inplace=True))],
+}
+
+
+def gradients(model: nn.Module, x: Tensor, autocast: bool, second: bool) -> list[Tensor]:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x)
+    loss = y.float().square().mean()
+    parameters = list(model.parameters())
+    if second:
+        first = torch.autograd.grad(loss, parameters, create_graph=True)
+        loss = torch.stack([g.square().sum() for g in first]).sum()
+    loss.backward()
+    return [y.detach(), *(p.grad for p in parameters if p.grad is not None), *model.buffers()]
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_modes_have_the_bits_of_store(middle: str, autocast: bool, second: bool) -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(nn.Conv2d(3, 8, 3), *MIDDLES[middle](), nn.Conv2d(8, 4, 3))
+    stock = stock.to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 12, 12).contiguous(memory_format=torch.channels_last)
+    store, recomputing = copy.deepcopy(stock), copy.deepcopy(stock)
+    fusedtrain.convert(store)
+    fusedtrain.convert(recomputing, memory="recompute")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        planned = all_recomputed(stock, x)
+    expected = gradients(store, x, autocast, second)
+    for model in (recomputing, planned):
+        assert_same_bits([expected, gradients(model, x, autocast, second)])

@@ -1,4 +1,4 @@
-"""Training under a plan: scaled losses, averages, released gradients, accumulation, two ranks."""
+"""Training under a plan: scaled losses, averages, released gradients, two ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedtrain
 from fusedtrain import MemoryPlan, plan_memory, planning
 from fusedtrain._graph.forward import rewritten_of
-from fusedtrain.planning._profile import Running
+from fusedtrain.planning._meter import Running
 from helpers.planned_networks import EXAMPLES, Attention, Convolutions, Skips
 from helpers.rank_processes import results_of_two_ranks
 
@@ -55,16 +55,6 @@ def released(model: nn.Module, batches: Tensor) -> Trained:
     return [*losses, *model.parameters()]
 
 
-def accumulated(model: nn.Module, batches: Tensor) -> Trained:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        for x in batches:
-            (model(x).float().square().mean() / STEPS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return list(model.parameters())
-
-
 def in_parallel(rank: int, model: nn.Module, batches: Tensor) -> Trained:
     """Gradients that are averaged while backward goes on; the plan travels with the model."""
     model = copy.deepcopy(model)  # torch.multiprocessing hands both ranks the same memory
@@ -98,7 +88,7 @@ def plan_of(name: str, autocast: bool = False) -> MemoryPlan:
 
 
 @pytest.mark.parametrize("name", ["convolutions", "attention", "skips"])
-@pytest.mark.parametrize("train", [scaled, released, accumulated])
+@pytest.mark.parametrize("train", [scaled, released])
 def test_training_has_the_bits_of_store(
     name: str, train: Callable[[nn.Module, Tensor], Trained]
 ) -> None:

@@ -1,7 +1,7 @@
 """Finds faults that slow a training loop down or make it wrong, while the user's code runs.
 
 `_watch`, `_modules`, `_operators` and `_graphs` look at a run; `_collect` and `_trials` make
-`Facts` of it; the rules (`_rules_*.py`) decide by these alone: tests give them facts of a GPU.
+`RunFacts` of it; the rules (`_rules_*.py`) decide by these alone: tests give them facts of a GPU.
 
 A new rule is a function under `@rule` in one of `_rules_*.py`, a row of `docs/doctor.md`, a script
 with the fault and one without in `scripts` of `tests/advisor/diagnosis`, and a row of `FAULTS` in
@@ -23,12 +23,22 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .._scripts import DONE, ENDED, in_fresh_process
 from ._all_rules import RULES
 from ._collect import collect
-from ._facts import Facts
+from ._facts import RunFacts
 from ._report import NO_THREAD, Diagnosis, decide, finding_lines as finding_lines
 from ._rule import Change, Cost, Finding, Rule
 from ._watch import Watch
 
-__all__ = ["RULES", "Change", "Cost", "Diagnosis", "Facts", "Finding", "Rule", "decide", "doctor"]
+__all__ = [
+    "RULES",
+    "Change",
+    "Cost",
+    "Diagnosis",
+    "Finding",
+    "Rule",
+    "RunFacts",
+    "decide",
+    "doctor",
+]
 
 _FEWEST = 4  # steps: three are observed, and one is timed
 
@@ -96,7 +106,7 @@ def doctor(
         f"{__name__}:Watcher", options, os.fspath(target), arguments,
         script_prints_to_stderr=script_prints_to_stderr,
     )  # fmt: skip
-    facts = Facts.from_json(run.results) if run.results else Facts()
+    facts = RunFacts.from_json(run.results) if run.results else RunFacts()
     return decide(facts, end=run.end, status=run.status)
 
 

@@ -25,7 +25,7 @@ from .._memory import machine_memory, peak_of_process
 from .._views import Site, parameters_of, without_parts
 from . import _trials
 from ._depthwise import slow_layers
-from ._facts import Evaluation, Facts, Fusable, Layer, Loader, Optimizer, Scaler
+from ._facts import Evaluation, Fusable, Layer, Loader, Optimizer, RunFacts, Scaler
 from ._modules import Root
 from ._operators import Account
 from ._watch import OBSERVED, LoaderRecord, OptimizerRecord, Watch
@@ -41,9 +41,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _Value = TypeVar("_Value")
 
 
-def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None = None) -> Facts:
+def collect(watch: Watch, script: str, *, trials: bool, model: nn.Module | None = None) -> RunFacts:
     """The facts for the rules. `watch` was stopped. `model`: the only one of interest."""
-    facts = Facts(script=script, steps=watch.taken, assumed=watch.assumed, ignored=watch.ignored)
+    facts = RunFacts(script=script, steps=watch.taken, assumed=watch.assumed, ignored=watch.ignored)
     _machine(facts, watch)
     with _neutral():
         _times(facts, watch, trials)
@@ -82,7 +82,7 @@ def attempt(call: Callable[[], _Value], otherwise: _Value) -> _Value:
         return otherwise
 
 
-def _machine(facts: Facts, watch: Watch) -> None:
+def _machine(facts: RunFacts, watch: Watch) -> None:
     on_gpu = watch.calls.devices.get("cuda", 0) > 0
     facts.device = "cuda" if on_gpu or watch.assumed else "cpu"
     facts.assumed = watch.assumed and not on_gpu
@@ -106,7 +106,7 @@ def _machine(facts: Facts, watch: Watch) -> None:
     facts.tf32_conv = torch.backends.cudnn.allow_tf32
 
 
-def _times(facts: Facts, watch: Watch, trials: bool) -> None:
+def _times(facts: RunFacts, watch: Watch, trials: bool) -> None:
     usual = [step for step in watch.timed if step.usual]
     facts.timed = len(usual)
     if usual:
@@ -127,7 +127,7 @@ def _times(facts: Facts, watch: Watch, trials: bool) -> None:
             facts.oversubscribed = _trials.oversubscription(facts.threads, facts.cores)
 
 
-def _operators(facts: Facts, watch: Watch) -> None:
+def _operators(facts: RunFacts, watch: Watch) -> None:
     """Facts of the whole steps observed; the first has the construction of the model in it."""
     whole = watch.operators.steps[: min(watch.taken, OBSERVED)]
     steps = [step for i, step in enumerate(whole) if i not in watch.unusual]
@@ -148,7 +148,7 @@ def _operators(facts: Facts, watch: Watch) -> None:
         facts.clearing = attempt(lambda: _trials.clearing_seconds(size, device), 0.0)
 
 
-def _script(facts: Facts, watch: Watch, trials: bool) -> None:
+def _script(facts: RunFacts, watch: Watch, trials: bool) -> None:
     facts.autocast, facts.autocast_site = dict(watch.calls.autocast), watch.calls.autocast_site
     facts.zeros = median(watch.zeros) if watch.zeros else 0.0
     used: Counter[Site | None] = Counter()
@@ -263,7 +263,7 @@ class _Model:
                 layers.append(layer)
         return layers
 
-    def tell(self, facts: Facts, trials: bool) -> None:
+    def tell(self, facts: RunFacts, trials: bool) -> None:
         norms = self.watch.calls.norms
         moved = {key: 0 for key, count in norms.moved.items() if norms.forward[key]}
         counts = {key: norms.moved[key] / norms.forward[key] for key in moved}
@@ -281,7 +281,7 @@ class _Model:
             self._fusable(facts)
             self._depthwise(facts)
 
-    def _frozen(self, facts: Facts, trials: bool) -> None:
+    def _frozen(self, facts: RunFacts, trials: bool) -> None:
         chosen = {k: size for k, size in self.watch.calls.norms.frozen.items() if k in self.names}
         if not chosen:
             return
@@ -294,7 +294,7 @@ class _Model:
             if layer.note or not trains:  # a weight that trains needs the input
                 facts.frozen.append(layer)
 
-    def _half(self, facts: Facts) -> None:
+    def _half(self, facts: RunFacts) -> None:
         """Times the convolution with the most work in the dtype of autocast."""
         dtype = next((d for d in ("bfloat16", "float16") if facts.autocast.get(d)), "")
         shapes = self.watch.calls.shapes
@@ -310,7 +310,7 @@ class _Model:
             facts.half_ratio = ratio
             facts.half_convolution = f"{self.names[id(layer)] or type(layer).__name__} ({shape})"
 
-    def _biases(self, facts: Facts) -> None:
+    def _biases(self, facts: RunFacts) -> None:
         layers = [m for m in self.module.modules() if isinstance(m, _CONVOLUTIONS)]
         norms = (m for m in self.module.modules() if isinstance(m, BatchNormBase))
         trains = any(norm.training for norm in norms)
@@ -329,7 +329,7 @@ class _Model:
             layer.seconds = _trials.bias_seconds(shapes[id(one)][0], next(one.parameters()))
             facts.biases.append(layer)
 
-    def _fusable(self, facts: Facts) -> None:
+    def _fusable(self, facts: RunFacts) -> None:
         arguments = self.example
         if arguments is None or self.compiled:
             return
@@ -347,7 +347,7 @@ class _Model:
             )
             facts.fusable.append(model)
 
-    def _depthwise(self, facts: Facts) -> None:
+    def _depthwise(self, facts: RunFacts) -> None:
         if self.compiled or not is_measured(facts.device):
             return
         observed = range(min(self.watch.taken, OBSERVED))

@@ -143,7 +143,7 @@ class Scaler:
 
 
 @dataclass
-class Facts:
+class RunFacts:
     """`device`: "cpu" or "cuda". `assumed`: the run was on another device than that."""
 
     script: str = ""
@@ -218,7 +218,7 @@ class Facts:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Facts:
+    def from_json(cls, data: dict[str, Any]) -> RunFacts:
         """The facts that `to_json` has written, after a way through JSON."""
         hints = get_type_hints(cls)
         return cls(**{name: _restored(hints[name], value) for name, value in data.items()})

@@ -41,9 +41,9 @@ _Key = tuple[str, Site | None, Any, Any]  # kind, line, and what two fields of t
 
 
 @dataclass
-class _Step:
+class _StepTrace:
     """One step: events by key as [count, bytes, seconds]; outputs' elements of each operator.
-    `counts`: by the names of `Facts`."""
+    `counts`: by the names of `RunFacts`."""
 
     events: dict[_Key, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
     elements: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Operators:
     """
 
     def __init__(self, gradients: Callable[[], set[int]], quiet: Callable[[], bool]) -> None:
-        self.steps: list[_Step] = [_Step()]
+        self.steps: list[_StepTrace] = [_StepTrace()]
         self._gradients, self._quiet = gradients, quiet
         self._cloned: tuple[int, int] = (0, 0)  # the input of a clone just made, and its bytes
         self._inside = 0
@@ -101,7 +101,7 @@ class Operators:
                 self._modes.remove(mode)
 
     def next_step(self) -> None:
-        self.steps.append(_Step())
+        self.steps.append(_StepTrace())
 
     @contextmanager
     def sync(self, what: str, device: str) -> Iterator[None]:
@@ -228,7 +228,7 @@ def _by_booleans(args: tuple[Any, ...]) -> bool:
 class Account:
     """The averages of some steps."""
 
-    def __init__(self, steps: list[_Step]) -> None:
+    def __init__(self, steps: list[_StepTrace]) -> None:
         self._steps, self._count = steps, max(len(steps), 1)
 
     def mean(self, name: str) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from ..._text import time_text
 from ._all_rules import RULES
 from ._edits import diff_of
-from ._facts import Facts
+from ._facts import RunFacts
 from ._rule import Finding
 
 _WIDTH = 100  # characters of a line
@@ -31,7 +31,7 @@ class Diagnosis:
 
     findings: list[Finding] = field(default_factory=list)
     not_checked: dict[str, str] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
+    facts: RunFacts = field(default_factory=RunFacts)
     end: str = "done"
     status: int = 0
 
@@ -131,7 +131,7 @@ def finding_lines(finding: Finding) -> list[str]:
     return lines
 
 
-def decide(facts: Facts, *, end: str = "done", status: int = 0) -> Diagnosis:
+def decide(facts: RunFacts, *, end: str = "done", status: int = 0) -> Diagnosis:
     """The diagnosis of the rules for these facts."""
     diagnosis = Diagnosis(facts=facts, end=end, status=status)
     for rule in RULES:

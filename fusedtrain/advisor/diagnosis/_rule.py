@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..._text import time_text
 from .._views import Site
-from ._facts import Facts
+from ._facts import RunFacts
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,16 @@ class Rule:
     id: str
     title: str
     remedy: str
-    decide: Callable[[Facts], Iterable[Seen]]
+    decide: Callable[[RunFacts], Iterable[Seen]]
     needs: tuple[str, ...] = ()
 
-    def findings(self, facts: Facts) -> list[Finding]:
+    def findings(self, facts: RunFacts) -> list[Finding]:
         return [
             Finding(self.id, self.title, *seen[:4], seen.remedy or self.remedy, seen.changes)
             for seen in self.decide(facts)
         ]
 
-    def not_checked(self, facts: Facts) -> str:
+    def not_checked(self, facts: RunFacts) -> str:
         """Why the rule says nothing about this run; "" where the rule applies."""
         if "gpu" in self.needs and not facts.on_gpu:
             return "for GPUs; this run was on the CPU"
@@ -102,7 +102,7 @@ class Rule:
 
 def rule(
     id: str, title: str, remedy: str, *needs: str
-) -> Callable[[Callable[[Facts], Iterable[Seen]]], Rule]:
+) -> Callable[[Callable[[RunFacts], Iterable[Seen]]], Rule]:
     """Makes a rule of the function that decides."""
     return lambda decide: Rule(id, title, remedy, decide, needs)
 
@@ -120,5 +120,5 @@ def times(count: float) -> str:
     return "once" if count == 1 else f"{count:.3g} times"
 
 
-def of_a_step(seconds: float, facts: Facts) -> str:
+def of_a_step(seconds: float, facts: RunFacts) -> str:
     return f"{time_text(seconds)} of {time_text(facts.step)} a step"

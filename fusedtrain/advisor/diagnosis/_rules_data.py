@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ..._text import memory_text
-from ._facts import Facts, Loader
+from ._facts import Loader, RunFacts
 from ._rule import Change, Cost, Seen, change, not_measured, of_a_step, rule, share
 
 # A worker hands over a small batch in 0.3 to 1 ms: waits that are not much longer stay.
@@ -15,7 +15,7 @@ _SHARE = 0.1
 _SMALL = 64 << 10  # bytes a step
 
 
-def _waiting(facts: Facts) -> Loader | None:
+def _waiting(facts: RunFacts) -> Loader | None:
     """The loader that the loop waits for longest."""
     used = [loader for loader in facts.loaders if loader.batches]
     longest = max(used, key=lambda loader: loader.wait, default=None)
@@ -24,13 +24,13 @@ def _waiting(facts: Facts) -> Loader | None:
     return longest
 
 
-def _workers(facts: Facts) -> int:
+def _workers(facts: RunFacts) -> int:
     """The number of workers that load a batch while one is computed; at most one a core."""
     rest = max(facts.step - facts.wait, 1e-9)
     return max(1, min(facts.cores, math.ceil(facts.wait / rest)))
 
 
-def _gain(facts: Facts) -> float:
+def _gain(facts: RunFacts) -> float:
     """The seconds that workers can save, if nothing else is in the way."""
     rest, loads = facts.step - facts.wait, facts.wait / _workers(facts)
     if facts.on_gpu:
@@ -45,7 +45,7 @@ def _gain(facts: Facts) -> float:
     "Load in worker processes: num_workers=..., persistent_workers=True.",
     "timing",
 )
-def no_workers(facts: Facts) -> Iterator[Seen]:
+def no_workers(facts: RunFacts) -> Iterator[Seen]:
     loader = _waiting(facts)
     if loader is None or loader.workers:
         return
@@ -77,7 +77,7 @@ def no_workers(facts: Facts) -> Iterator[Seen]:
     "Take more workers, or make the data set cheaper.",
     "timing",
 )
-def few_workers(facts: Facts) -> Iterator[Seen]:
+def few_workers(facts: RunFacts) -> Iterator[Seen]:
     loader = _waiting(facts)
     if loader is None or not loader.workers:
         return
@@ -104,7 +104,7 @@ def few_workers(facts: Facts) -> Iterator[Seen]:
     "Set pin_memory=True in the loader, and copy with non_blocking=True.",
     "gpu",
 )
-def not_pinned(facts: Facts) -> Iterator[Seen]:
+def not_pinned(facts: RunFacts) -> Iterator[Seen]:
     size = sum(copy.bytes for copy in facts.copies if not copy.pinned)
     loader = next((x for x in facts.loaders if x.batches and not x.pinned), None)
     if loader is None or size < _SMALL:
@@ -126,7 +126,7 @@ def not_pinned(facts: Facts) -> Iterator[Seen]:
     "Copy with non_blocking=True: the source is pinned.",
     "gpu",
 )
-def blocking_copies(facts: Facts) -> Iterator[Seen]:
+def blocking_copies(facts: RunFacts) -> Iterator[Seen]:
     for copy in facts.copies:
         if copy.pinned and not copy.non_blocking and copy.bytes >= _SMALL:
             yield Seen(

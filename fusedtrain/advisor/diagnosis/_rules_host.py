@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._text import memory_text, time_text
-from ._facts import Facts
+from ._facts import RunFacts
 from ._rule import Cost, Seen, change, not_measured, of_a_step, rule, share, times
 
 _FAULTS = 0.05  # of a step
@@ -21,7 +21,7 @@ _SLOWER = 1.15
     "Keep numbers on the device and read them every 100 steps; torch.where takes masks.",
     "gpu",
 )
-def syncs(facts: Facts) -> Iterator[Seen]:
+def syncs(facts: RunFacts) -> Iterator[Seen]:
     for event in facts.syncs:
         if facts.assumed:
             cost = not_measured("on a GPU the host waits until all enqueued work is done")
@@ -38,7 +38,7 @@ def syncs(facts: Facts) -> Iterator[Seen]:
     "timing",
     "eager",
 )
-def small_tensors(facts: Facts) -> Iterator[Seen]:
+def small_tensors(facts: RunFacts) -> Iterator[Seen]:
     if facts.on_gpu and not facts.assumed:
         if facts.drain is None or facts.syncs or facts.drain > _DRAINED * facts.step:
             return
@@ -70,7 +70,7 @@ def small_tensors(facts: Facts) -> Iterator[Seen]:
     "nn.DataParallel",
     "Use torch.nn.parallel.DistributedDataParallel, one process a GPU, started by torchrun.",
 )
-def data_parallel(facts: Facts) -> Iterator[Seen]:
+def data_parallel(facts: RunFacts) -> Iterator[Seen]:
     for layer in facts.parallel:
         copies = max(facts.gpus - 1, 0)
         if copies:
@@ -97,7 +97,7 @@ def data_parallel(facts: Facts) -> Iterator[Seen]:
     "Set THP_MEM_ALLOC_ENABLE=1 in the environment: torch then asks for huge pages.",
     "timing",
 )
-def page_faults(facts: Facts) -> Iterator[Seen]:
+def page_faults(facts: RunFacts) -> Iterator[Seen]:
     seconds = facts.faults * facts.fault
     without_others = min(
         facts.step, facts.busy or facts.step
@@ -114,7 +114,7 @@ def page_faults(facts: Facts) -> Iterator[Seen]:
 
 
 @rule("too-many-threads", "more threads than cores", "Take as many threads as there are cores.")
-def threads(facts: Facts) -> Iterator[Seen]:
+def threads(facts: RunFacts) -> Iterator[Seen]:
     every = facts.threads * facts.ranks
     if every <= facts.cores:
         return

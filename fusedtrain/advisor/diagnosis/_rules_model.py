@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from ..._text import counted, memory_text, time_text
 from .._views import Site
-from ._facts import Facts, Fusable, Layer
+from ._facts import Fusable, Layer, RunFacts
 from ._rule import Cost, Seen, change, not_measured, of_a_step, rule, times
 
 _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (1, 2, 3))
@@ -37,7 +37,7 @@ def _named(layers: list[Layer]) -> str:
     "Construct the layer with bias=False, or call fusedtrain.drop_redundant_bias(model).",
     "trials",
 )
-def biases(facts: Facts) -> Iterator[Seen]:
+def biases(facts: RunFacts) -> Iterator[Seen]:
     for site, layers in _by_site(facts.biases):
         seconds = sum(layer.seconds for layer in layers)
         alone = all(layer.alone for layer in layers)
@@ -60,7 +60,7 @@ def biases(facts: Facts) -> Iterator[Seen]:
     "Leave inplace out: the derivative needs the input.",
     "eager",
 )
-def clones(facts: Facts) -> Iterator[Seen]:
+def clones(facts: RunFacts) -> Iterator[Seen]:
     for what in dict.fromkeys(event.what for event in facts.clones):
         events = [event for event in facts.clones if event.what == what]
         layers = [layer for layer in facts.in_place if layer.note == what]
@@ -89,7 +89,7 @@ def clones(facts: Facts) -> Iterator[Seen]:
     "Call fusedtrain.convert(model): its norms move nothing when a checkpoint repeats a "
     "forward; or take the norm out of the checkpoint.",
 )
-def moved_twice(facts: Facts) -> Iterator[Seen]:
+def moved_twice(facts: RunFacts) -> Iterator[Seen]:
     for site, layers in _by_site(facts.twice):
         count = layers[0].count
         yield Seen(
@@ -107,7 +107,7 @@ def moved_twice(facts: Facts) -> Iterator[Seen]:
     "Call fusedtrain.fold_frozen_norms(model): the convolution does the work of the norm.",
     "eager",
 )
-def frozen(facts: Facts) -> Iterator[Seen]:
+def frozen(facts: RunFacts) -> Iterator[Seen]:
     for site, layers in _by_site(facts.frozen):
         size = sum(layer.bytes for layer in layers)
         taken = all(layer.note == "fold_frozen_norms" for layer in layers)
@@ -142,7 +142,7 @@ def _best(model: Fusable) -> str:
     "eager",
     "trials",
 )
-def fusable(facts: Facts) -> Iterator[Seen]:
+def fusable(facts: RunFacts) -> Iterator[Seen]:
     for model in facts.fusable:
         memory = _best(model)
         if not memory:
@@ -173,7 +173,7 @@ def fusable(facts: Facts) -> Iterator[Seen]:
     "plan = fusedtrain.plan_memory(model, example, 0.6) finds the fastest step in 0.6 of its "
     "peak; fusedtrain.convert(model, example, memory=plan) follows it, with the same losses.",
 )
-def nearly_full(facts: Facts) -> Iterator[Seen]:
+def nearly_full(facts: RunFacts) -> Iterator[Seen]:
     if not facts.peak or not facts.memory or facts.peak < _FULL * facts.memory or facts.assumed:
         return
     where = "the GPU" if facts.on_gpu else "this machine"
@@ -196,7 +196,7 @@ def nearly_full(facts: Facts) -> Iterator[Seen]:
     "trials",
     "timing",
 )
-def slow_depthwise(facts: Facts) -> Iterator[Seen]:
+def slow_depthwise(facts: RunFacts) -> Iterator[Seen]:
     for model in facts.depthwise:
         gain = min(model.now - model.converted, facts.step)
         # Other processes may take the rest of a step.
@@ -222,7 +222,7 @@ def slow_depthwise(facts: Facts) -> Iterator[Seen]:
     "a loss is kept with its graph",
     "Add the number: loss.detach(), or loss.item() every 100 steps.",
 )
-def kept(facts: Facts) -> Iterator[Seen]:
+def kept(facts: RunFacts) -> Iterator[Seen]:
     for graph in facts.kept:
         what = f"`{graph.name}` keeps" if graph.name else "something keeps"
         if graph.backward:
@@ -246,7 +246,7 @@ def kept(facts: Facts) -> Iterator[Seen]:
     "evaluation without no_grad",
     "Put the evaluation under torch.no_grad() or torch.inference_mode().",
 )
-def evaluations(facts: Facts) -> Iterator[Seen]:
+def evaluations(facts: RunFacts) -> Iterator[Seen]:
     for call in facts.evaluations:
         site = call.site
         yield Seen(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._text import memory_text, time_text
-from ._facts import Facts, Optimizer
+from ._facts import Optimizer, RunFacts
 from ._rule import Change, Cost, Seen, change, not_measured, of_a_step, rule
 
 _FASTER = 1.25  # on copies, where the clock is noisy
@@ -20,13 +20,13 @@ HAVE_FUSED = ("SGD", "Adam", "AdamW", "Adagrad")  # of torch.optim
     "Pass fused=True, or take the class of the same name of fusedtrain.optim.",
     "timing",
 )
-def slow_optimizer(facts: Facts) -> Iterator[Seen]:
+def slow_optimizer(facts: RunFacts) -> Iterator[Seen]:
     for optimizer in facts.optimizers:
         if optimizer.exact and not optimizer.fused:
             yield from _slow(facts, optimizer)
 
 
-def _slow(facts: Facts, optimizer: Optimizer) -> Iterator[Seen]:
+def _slow(facts: RunFacts, optimizer: Optimizer) -> Iterator[Seen]:
     timing = optimizer.timing
     way = {True: "foreach=True", False: "foreach=False", None: "torch's default"}[optimizer.foreach]
     what = f"{optimizer.type} with {way}, {optimizer.tensors} tensors"
@@ -80,7 +80,7 @@ def _fused(optimizer: Optimizer) -> tuple[Change, ...]:
     "gradients are cleared by memset",
     "Leave set_to_none at its default, True: the next backward then writes, and adds nothing.",
 )
-def memset(facts: Facts) -> Iterator[Seen]:
+def memset(facts: RunFacts) -> Iterator[Seen]:
     for event in facts.memsets:
         traffic = f"memory traffic of {memory_text(3 * event.bytes)}"
         yield Seen(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..._text import memory_text
 from .._views import Site
-from ._facts import Facts
+from ._facts import RunFacts
 from ._rule import Cost, Seen, change, not_measured, rule, share, times
 
 _TENSOR_CORES, _TF32 = (7, 0), (8, 0)
@@ -14,14 +14,14 @@ _FEW = 4  # calls a step
 _SLOWER = 1.5  # times, of a convolution
 
 
-def _top(facts: Facts) -> Site | None:
+def _top(facts: RunFacts) -> Site | None:
     """The file whose top has the settings: the script, or the file that makes the model."""
     if facts.script:
         return Site(facts.script, 1)
     return Site(facts.model_site.file, 1) if facts.model_site else None
 
 
-def _single(facts: Facts) -> float:
+def _single(facts: RunFacts) -> float:
     return facts.matmuls.get("float32", 0)
 
 
@@ -31,7 +31,7 @@ def _single(facts: Facts) -> float:
     "Run the forward and the loss under torch.autocast.",
     "gpu",
 )
-def amp_off(facts: Facts) -> Iterator[Seen]:
+def amp_off(facts: RunFacts) -> Iterator[Seen]:
     total = sum(facts.matmuls.values())
     if facts.capability < _TENSOR_CORES or facts.autocast or total < _FEW:
         return
@@ -55,7 +55,7 @@ def amp_off(facts: Facts) -> Iterator[Seen]:
     "float16 without a GradScaler",
     "Scale the loss with fusedtrain.amp.GradScaler, or autocast to bfloat16.",
 )
-def half_without_scaler(facts: Facts) -> Iterator[Seen]:
+def half_without_scaler(facts: RunFacts) -> Iterator[Seen]:
     if not facts.autocast.get("float16") or any(scaler.used for scaler in facts.scalers):
         return
     yield Seen(
@@ -72,7 +72,7 @@ def half_without_scaler(facts: Facts) -> Iterator[Seen]:
     "a GradScaler with bfloat16",
     "Leave the GradScaler out: GradScaler(..., enabled=False).",
 )
-def scaler_with_bfloat16(facts: Facts) -> Iterator[Seen]:
+def scaler_with_bfloat16(facts: RunFacts) -> Iterator[Seen]:
     if not facts.autocast.get("bfloat16") or facts.autocast.get("float16"):
         return
     for scaler in facts.scalers:
@@ -95,7 +95,7 @@ def scaler_with_bfloat16(facts: Facts) -> Iterator[Seen]:
     "Call scaler.unscale_(optimizer) before the gradients are clipped, or let "
     "fusedtrain.optim clip: max_grad_norm=...",
 )
-def clipped_before_unscaling(facts: Facts) -> Iterator[Seen]:
+def clipped_before_unscaling(facts: RunFacts) -> Iterator[Seen]:
     for event in facts.clips:
         yield Seen(
             event.site,
@@ -113,7 +113,7 @@ def clipped_before_unscaling(facts: Facts) -> Iterator[Seen]:
     "an optimizer steps without its GradScaler",
     "Call scaler.step(optimizer) and scaler.update() alone.",
 )
-def steps_beside_scaler(facts: Facts) -> Iterator[Seen]:
+def steps_beside_scaler(facts: RunFacts) -> Iterator[Seen]:
     for event in facts.direct_steps:
         how = "beside scaler.step(optimizer)" if event.what else "and scaler.step(optimizer) never"
         yield Seen(
@@ -135,7 +135,7 @@ def steps_beside_scaler(facts: Facts) -> Iterator[Seen]:
     "eager",
     "trials",
 )
-def slow_half_convolutions(facts: Facts) -> Iterator[Seen]:
+def slow_half_convolutions(facts: RunFacts) -> Iterator[Seen]:
     if facts.on_gpu or facts.half_ratio < _SLOWER or facts.half_convolutions < 1:
         return
     dtype = next(d for d in ("bfloat16", "float16") if facts.autocast.get(d))
@@ -156,7 +156,7 @@ def slow_half_convolutions(facts: Facts) -> Iterator[Seen]:
     'Call torch.set_float32_matmul_precision("high"), if 10 bits of mantissa are enough.',
     "gpu",
 )
-def tf32_off(facts: Facts) -> Iterator[Seen]:
+def tf32_off(facts: RunFacts) -> Iterator[Seen]:
     if facts.capability < _TF32 or facts.tf32_matmul or _single(facts) < _FEW:
         return
     products = _single(facts) - facts.single_convolutions
@@ -178,7 +178,7 @@ def tf32_off(facts: Facts) -> Iterator[Seen]:
     "Set torch.backends.cudnn.benchmark = True.",
     "gpu",
 )
-def autotuner_off(facts: Facts) -> Iterator[Seen]:
+def autotuner_off(facts: RunFacts) -> Iterator[Seen]:
     if facts.autotuner or facts.deterministic or facts.shapes_vary or facts.convolutions < 1:
         return
     top = _top(facts)
@@ -200,7 +200,7 @@ def autotuner_off(facts: Facts) -> Iterator[Seen]:
     "Move model and images: .to(memory_format=torch.channels_last).",
     "gpu",
 )
-def not_channels_last(facts: Facts) -> Iterator[Seen]:
+def not_channels_last(facts: RunFacts) -> Iterator[Seen]:
     if facts.capability < _TENSOR_CORES or facts.half_convolutions < 1:
         return
     if facts.contiguous < 0.5 * facts.convolutions:

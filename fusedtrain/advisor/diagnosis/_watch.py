@@ -58,7 +58,7 @@ class ScalerRecord:
 
 
 @dataclass
-class Step:
+class StepTimes:
     """Measurements of a whole step. `usual`: no evaluation within."""
 
     seconds: float
@@ -81,7 +81,7 @@ class Watch:
     def __init__(self, steps: int, *, assumed: bool, examples: bool) -> None:
         self.limit, self.assumed = steps, assumed
         self.taken = 0
-        self.timed: list[Step] = []
+        self.timed: list[StepTimes] = []
         self.unusual: set[int] = set()
         self.loaders: list[LoaderRecord] = []
         self.optimizers: dict[int, OptimizerRecord] = {}
@@ -222,7 +222,9 @@ class Watch:
             usual = self.taken not in self.unusual
             faults = _minor_faults() - self._faults
             busy = time.thread_time() - self._began_busy
-            step = Step(seconds, busy, self._optimizer, self._wait, self._cpu, faults, drain, usual)
+            step = StepTimes(
+                seconds, busy, self._optimizer, self._wait, self._cpu, faults, drain, usual
+            )
             self.timed.append(step)
         if self.kept is None:
             self._look_for_graphs()

@@ -17,7 +17,7 @@ from ..._graph.compiled import original_of
 from ..._graph.state import duplicate
 from ..._graph.tracer import same_generators
 from ..._text import bytes_in
-from ...planning._autocast import autocast_dtype, without_autocast
+from ...planning._meter import autocast_dtype, without_autocast
 from ..bench.clock import device_name
 from ..tuning._job import checked_job
 from ..tuning._worker import model_function

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from ..._graph.forward import set_recomputing
 from ..._graph.kept import bytes_of
 from ..._recompute import MemoryPlan, fingerprint
+from ..._recompute.record import synchronize
 from ..._torch_private import compiled_within, pytree
 from ...conversion import convert, revert
-from ...planning._autocast import autocast_to
-from ...planning._meter import Meter, synchronize
-from ...planning._profile import Running
+from ...planning._meter import Meter, Running, autocast_to
 from .._memory import SHARE, available_memory
 from ..tuning._job import Job, target_of
 from ._affine import PROBES, predicted

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fusedtrain.advisor._views import Site
 from fusedtrain.advisor.bench import clock
-from fusedtrain.advisor.diagnosis import Facts, Finding, _trials, decide, doctor
+from fusedtrain.advisor.diagnosis import Finding, RunFacts, _trials, decide, doctor
 from fusedtrain.advisor.diagnosis._facts import Fusable
 from helpers.diagnosis import training
 
@@ -192,7 +192,7 @@ def test_the_way_that_gains() -> None:
     fusable = Fusable("Net", Site(__file__, 1, "main"), 9, 1000, 990, 900)
 
     def remedies(**changes: Any) -> list[str]:
-        facts = Facts(steps=6, timed=3, step=10e-3, fusable=[replace(fusable, **changes)])
+        facts = RunFacts(steps=6, timed=3, step=10e-3, fusable=[replace(fusable, **changes)])
         return [f.remedy for f in decide(facts).findings if f.rule == "convert-fuses"]
 
     passes = {"now": [5e-3, 1.0], "store": [4e-3, 1.1], "recompute": [6e-3, 0.8]}

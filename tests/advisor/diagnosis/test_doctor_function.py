@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fusedtrain
-from fusedtrain.advisor.diagnosis import Facts, Watcher, _trials, doctor
+from fusedtrain.advisor.diagnosis import RunFacts, Watcher, _trials, doctor
 from helpers.diagnosis import Network, images, lines, rules, stepping, training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -254,7 +254,7 @@ def test_after_an_interrupt_nothing_is_tried() -> None:
             assert not watcher.step(count, optimizer)
         raise KeyboardInterrupt
     except KeyboardInterrupt:
-        facts = Facts.from_json(watcher.finish())
+        facts = RunFacts.from_json(watcher.finish())
     assert facts.steps == count
     assert [o.timing for o in facts.optimizers] == [None]
     assert not facts.fusable

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusedtrain.advisor._views import Site
-from fusedtrain.advisor.diagnosis import Facts, _operators, decide
+from fusedtrain.advisor.diagnosis import RunFacts, _operators, decide
 from fusedtrain.advisor.diagnosis._facts import (
     Copy,
     Depthwise,
@@ -28,9 +28,9 @@ ADAM = Optimizer(LINE, "AdamW", True, None, None, 100, 10**8, 5e-3)
 MB, GB = 10**6, 10**9
 
 
-def gpu(**facts: Any) -> Facts:
+def gpu(**facts: Any) -> RunFacts:
     """A run on an H100-like GPU, 10 ms a step, on which nothing is wrong."""
-    base = Facts(
+    base = RunFacts(
         script=__file__, device="cuda", capability=(9, 0), gpus=1, cores=8, threads=8, steps=20,
         timed=17, step=10e-3, busy=9e-3, drain=4e-3, operators=900, operator=2e-6,
         elements=1e5, model_site=LINE, autotuner=True, tf32_matmul=True, autocast={"bfloat16": 9},
@@ -39,12 +39,12 @@ def gpu(**facts: Any) -> Facts:
     return replace(base, **facts)
 
 
-def cpu(**facts: Any) -> Facts:
+def cpu(**facts: Any) -> RunFacts:
     return gpu(device="cpu", capability=(0, 0), gpus=0, drain=None, **facts)
 
 
 # A rule, and facts that have the fault; then the same without it.
-CASES: list[tuple[str, Facts, Facts]] = [
+CASES: list[tuple[str, RunFacts, RunFacts]] = [
     ("loader-without-workers", gpu(loaders=[LOADER], wait=6e-3),
      gpu(loaders=[LOADER], wait=0.5e-3)),
     ("loader-without-workers", cpu(loaders=[LOADER], wait=6e-3, threads=1),
@@ -100,7 +100,7 @@ CASES: list[tuple[str, Facts, Facts]] = [
 
 
 @pytest.mark.parametrize(("rule", "faulty", "healthy"), CASES)
-def test_decision(rule: str, faulty: Facts, healthy: Facts) -> None:
+def test_decision(rule: str, faulty: RunFacts, healthy: RunFacts) -> None:
     assert rules(decide(faulty)) == {rule}
     assert rules(decide(healthy)) == set()
 
@@ -159,16 +159,16 @@ def test_facts_survive_json() -> None:
     facts = examined("faults", True).facts
     assert facts.loaders
     assert facts.kept
-    assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+    assert RunFacts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
     full = gpu(optimizers=[replace(ADAM, timing=Timing(1.0, 2.0, 3.0))], threads_site=LINE)
-    assert Facts.from_json(json.loads(json.dumps(full.to_json()))) == full
+    assert RunFacts.from_json(json.loads(json.dumps(full.to_json()))) == full
 
 
 def test_a_number_that_is_printed_after_the_first_step_is_no_wait_of_each_step() -> None:
     """`if i % 100 == 0: print(loss.item())` behind optimizer.step() is seen in the second step."""
 
     def events(*counts: int) -> list[float]:
-        steps = [_operators._Step() for _ in counts]
+        steps = [_operators._StepTrace() for _ in counts]
         for step, count in zip(steps, counts, strict=True):
             if count:
                 step.events["sync", LINE, "a number is read", "cuda"] = [count, 0.0, 1e-3]

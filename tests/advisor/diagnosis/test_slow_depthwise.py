@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain._text import shape_text
 from fusedtrain.advisor._views import Site
-from fusedtrain.advisor.diagnosis import Facts, Finding, _depthwise, decide, doctor
+from fusedtrain.advisor.diagnosis import Finding, RunFacts, _depthwise, decide, doctor
 from fusedtrain.advisor.diagnosis._facts import Depthwise, Fusable
 from helpers.diagnosis import training
 
@@ -178,9 +178,9 @@ def test_convert_is_asked_for_once() -> None:
     """Beside `convert-fuses`, of the same model, the remedy points there and has no change."""
     slow = Depthwise("Net", LINE, 3, "block.0 (8x16x28x28)", now=5e-3, converted=2e-3)
     fusable = Fusable("Net", LINE, 9, 1000, 500, 500)
-    facts = Facts(steps=6, timed=3, step=10e-3, depthwise=[slow], fusable=[fusable])
+    facts = RunFacts(steps=6, timed=3, step=10e-3, depthwise=[slow], fusable=[fusable])
 
-    def remedies(facts: Facts) -> dict[str, tuple[str, bool]]:
+    def remedies(facts: RunFacts) -> dict[str, tuple[str, bool]]:
         return {f.rule: (f.remedy, bool(f.changes)) for f in decide(facts).findings}
 
     both = remedies(facts)

@@ -280,7 +280,7 @@ def check_depthwise(target: str, dtype: torch.dtype) -> None:
 
     for last, kernel, stride in ((True, 3, 2), (True, 7, 1), (False, 5, 1), (False, 7, 2)):
         pad = kernel // 2
-        call = d.Call(
+        call = d.ConvShape(
             dtype.itemsize, last, 64, 32, 1, (1, 56, 56), (1, 56 // stride, 56 // stride),
             (1, kernel, kernel), (1, stride, stride), (1, 1, 1), (0, pad, pad),
         )  # fmt: skip
