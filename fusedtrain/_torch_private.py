@@ -207,8 +207,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 def visible_devices() -> list[int] | list[str]:
     """The devices of CUDA_VISIBLE_DEVICES, without starting CUDA."""
-    devices: list[int] | list[str] = torch.cuda._parse_visible_devices()
-    return devices
+    return torch.cuda._parse_visible_devices()
 
 
 def compiled_within(model: nn.Module, budget: float) -> Callable[..., Any]:
@@ -226,5 +225,4 @@ def compiled_within(model: nn.Module, budget: float) -> Callable[..., Any]:
         return model(*args, **kwargs)
 
     call.__code__ = call.__code__.replace()
-    compiled: Callable[..., Any] = torch.compile(call, backend=backend)
-    return compiled
+    return torch.compile(call, backend=backend)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..nn.sync_norm import SyncBatchNormAct, convert_sync_batchnorm
-from ..reference.pointwise import Pointwise
 
 
 class SyncBatchNorm(SyncBatchNormAct):
@@ -67,19 +66,12 @@ class SyncBatchNorm(SyncBatchNormAct):
         """Normalises the input, adds z and applies the activation."""
         return self._fused(input, z)
 
-    def _normalise(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        branch_scale: Tensor | None,
-        activation: Pointwise,
-        overwrite_input: bool,
-    ) -> Tensor:
-        if self.channel_last:
-            input = input.movedim(-1, 1)
-            residual = None if residual is None else residual.movedim(-1, 1)
-        output = super()._normalise(input, residual, branch_scale, activation, overwrite_input)
-        return output.movedim(1, -1).contiguous() if self.channel_last else output
+    def _run(self, input: Tensor, residual: Tensor | None, *arguments: Any) -> Tensor:
+        if not self.channel_last:
+            return super()._run(input, residual, *arguments)
+        input = input.movedim(-1, 1)
+        residual = None if residual is None else residual.movedim(-1, 1)
+        return super()._run(input, residual, *arguments).movedim(1, -1).contiguous()
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", channel_last=True" if self.channel_last else "")

@@ -107,5 +107,4 @@ class ConvBnAct(nn.Module):
         return self.conv.out_channels
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.bn(self.conv(input))
-        return output
+        return self.bn(self.conv(input))

@@ -10,8 +10,7 @@ from .._graph.fx import handle as _handle
 
 def _drop_path(input: Tensor, p: float, training: bool, scale_by_keep: bool) -> Tensor:
     if not _scripting() and _has(input):
-        output: Tensor = _handle(_drop_path, (input,), input, p, training, scale_by_keep)
-        return output
+        return _handle(_drop_path, (input,), input, p, training, scale_by_keep)
     if p == 0.0 or not training:
         return input
     keep = 1.0 - p

@@ -5,10 +5,13 @@ Numerics, layouts and saved tensors: :func:`fusedtrain.functional.batch_norm_act
 
 import sys
 from collections.abc import Callable, Container, Mapping
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function_unary as _has
 
@@ -16,7 +19,6 @@ from .._graph.fx import handle as _handle, path_of
 from .._torch_private import BatchNormBase, backward_number
 from ..ops import batch_norm as _batch_norm
 from ..ops.batch_norm_autograd import recomputed_as_torch
-from ..reference.batch_norm import Norm
 from ..reference.pointwise import Pointwise
 from .act_layer import create_activation
 from .drop_path import DropPath as DropPath  # pickles of earlier versions name it here
@@ -28,8 +30,7 @@ _IDENTITY = nn.Identity()
 
 def _plus(z: Tensor, residual: Any) -> Tensor:
     if _has(z):  # torch.fx: one call in the graph
-        output: Tensor = _handle(_plus, (z,), z, residual)
-        return output
+        return _handle(_plus, (z,), z, residual)
     return z if residual is None else z + residual
 
 
@@ -61,40 +62,34 @@ class _NoQconfig:
         raise AttributeError(f"{name!r} object has no attribute 'qconfig'")
 
 
-def updates_of(norm: Any) -> tuple[float, bool]:
-    """The weight of this batch in the running statistics, and whether to update them.
+def _state_of(norm: Any) -> tuple[Any, ...]:
+    """The op's arguments from `weight` to `eps`, and the counter of batches if the call is one more
+    batch, else None.
 
-    A recomputation of a forward does not update them again.
+    Decides, for every class and mode, which statistics normalise, which of them move and how far:
+    backward that recomputes a forward moves nothing again. All state is read at each call, so a
+    change of the module acts at the next one. Dictionaries are read: an attribute that
+    nn.Module.__getattr__ finds takes 0.6 us, and a call needs eight.
     """
-    tracks = norm.training and norm.track_running_stats
-    updates = tracks and (torch.compiler.is_compiling() or backward_number() == -1)
-    factor = 0.0 if norm.momentum is None else norm.momentum
-    if updates and norm.num_batches_tracked is not None and norm.momentum is None:
-        factor = 1.0 / (float(norm.num_batches_tracked) + 1.0)
-    return factor, updates
-
-
-def normalise(
-    norm: Any,
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    activation: Pointwise,
-    overwrite_input: bool,
-) -> Tensor:
-    running_mean, running_var = norm.running_mean, norm.running_var
-    training = norm.training or (running_mean is None and running_var is None)
-    factor, updates = updates_of(norm)
-    uses = updates if norm.training else not training
-    if not uses:
-        running_mean = running_var = None
-    arguments = Norm(
-        branch_scale, norm.weight, norm.bias, running_mean, running_var, training, factor, norm.eps
-    )
-    output = _batch_norm.run(input, residual, arguments, activation, overwrite_input)
-    if updates and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    return output
+    state = norm.__dict__
+    try:
+        parameters, buffers = state["_parameters"], state["_buffers"]
+        weight, bias = parameters["weight"], parameters["bias"]
+        mean, var = buffers["running_mean"], buffers["running_var"]
+        batches, momentum, eps = buffers["num_batches_tracked"], state["momentum"], state["eps"]
+        training, tracks = state["training"], state["track_running_stats"]
+    except KeyError:  # weight_norm, or a pickle of another version
+        weight, bias, mean, var = norm.weight, norm.bias, norm.running_mean, norm.running_var
+        batches, momentum, eps = norm.num_batches_tracked, norm.momentum, norm.eps
+        training, tracks = norm.training, norm.track_running_stats
+    if not (training and tracks and (_is_dynamo_compiling() or backward_number() == -1)):
+        batches = None
+        if training:
+            mean = var = None
+    if momentum is None:  # the average of all batches
+        momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
+    by_batch = training or (mean is None and var is None)
+    return weight, bias, mean, var, by_batch, momentum, eps, batches
 
 
 class BatchNormActBase(BatchNormBase):
@@ -148,27 +143,16 @@ class BatchNormActBase(BatchNormBase):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         if _scripting():
-            self._check_input_dim(input)
             return self._scripted(input, residual)
         return self._fused(input, residual)
 
+    # torch's forward by another name: TorchScript names a method after its function.
+    _plain = FunctionType(
+        BatchNormBase.forward.__code__, BatchNormBase.forward.__globals__, "_plain"
+    )
+
     def _scripted(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        factor = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                factor = 1.0 / float(self.num_batches_tracked)
-        kept = not self.training or self.track_running_stats
-        z = nn.functional.batch_norm(
-            input,
-            self.running_mean if kept else None,
-            self.running_var if kept else None,
-            self.weight,
-            self.bias,
-            self.training or self.running_mean is None,
-            factor,
-            self.eps,
-        )
+        z = self._plain(input)
         # After convert, or convert_sync_batchnorm, a norm may have neither.
         if hasattr(self, "drop"):
             z = self.drop(z)
@@ -180,7 +164,7 @@ class BatchNormActBase(BatchNormBase):
 
     @torch.jit.unused
     def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        if _has(input) and isinstance(input, torch.fx.Proxy):
+        if isinstance(input, fx.Proxy):
             return self._traced(input, residual)
         if residual is None and self._as_torch:
             output = BatchNormBase.forward(self, input)
@@ -201,29 +185,28 @@ class BatchNormActBase(BatchNormBase):
         z = self._as_function(input)
         if not _is_nothing(drop):  # the one of `convert` is no child, which torch.fx cannot call
             z = drop(z)
-        if isinstance(residual, torch.fx.Proxy):  # an argument of the graph may be None
+        if isinstance(residual, fx.Proxy):  # an argument of the graph may be None
             z = _plus(z, residual)
         return z if _is_nothing(act) else act(z)
 
     def _as_function(self, input: Any) -> Any:
         """The norm in the module's mode, for a graph that cannot call the module."""
-        tracks = self.training and self.track_running_stats
-        if tracks and self.num_batches_tracked is not None:
+        weight, bias, mean, var, *settings, batches = _state_of(self)
+        if batches is not None:
             if self.momentum is None:
                 raise RuntimeError(
                     "torch.fx cannot trace a batch norm with momentum=None in training mode by "
                     "itself, or with hooks: trace the module around it, and remove its hooks"
                 )
-            counter = (self.num_batches_tracked, 1)
+            counter = (batches, 1)
             input.tracer.create_proxy("call_function", torch.ops.aten.add_.Tensor, counter, {})
-        kept = not self.training or self.track_running_stats
         return _batch_norm.batch_norm_act(
-            input, self.running_mean if kept else None, self.running_var if kept else None,
-            self.weight, self.bias, self.training or self.running_mean is None,
-            self.momentum or 0.0, self.eps, activation="identity",
-        )  # fmt: skip
+            input, mean, var, weight, bias, *settings, activation="identity"
+        )
 
-    _normalise = normalise
+    def _run(self, *arguments: Any) -> Tensor:
+        """The op, with the arguments of its `run`."""
+        return _batch_norm.run(*arguments)
 
 
 def norm_act(
@@ -246,7 +229,10 @@ def norm_act(
         residual_first: whether it is written as ``residual + z``: the first operand decides the
             layout of a sum.
     """
-    activation = activation_of(act) if isinstance(act, nn.Module) else act
+    ranks = _RANKS.get(type(norm))  # None: a subclass, or a synchronised norm
+    if ranks is None or type(input) is not Tensor or input.dim() not in ranks:
+        norm._check_input_dim(input)
+    activation = act if isinstance(act, Pointwise) else activation_of(act)
     # A number, or a tensor that torch would not add in place.
     odd = residual is not None and not isinstance(residual, Tensor)
     if in_place and isinstance(residual, Tensor):
@@ -258,7 +244,6 @@ def norm_act(
             residual = residual.to(input.dtype)
     branch_scale = dropping = None
     if not hands_on(drop):
-        norm._check_input_dim(input)
         if is_stochastic_depth(drop):
             branch_scale = branch_scale_of(drop, input)
         else:
@@ -266,20 +251,16 @@ def norm_act(
     unfused = odd or dropping is not None or activation is None
     if residual_first and isinstance(residual, Tensor):
         unfused = unfused or not _batch_norm.adds_alike(input, residual)
-    if not (unfused or overwrite_input or torch.compiler.is_compiling()):
-        output = _usual(norm, input, residual, branch_scale, activation)
-        if output is not None:
-            return output
-    norm._check_input_dim(input)
-    ours: Any = type(norm) if isinstance(norm, BatchNormActBase) else OURS[type(norm)]
-    z: Tensor = ours._normalise(
-        norm,
-        input,
-        None if unfused else residual,
-        branch_scale,
-        _NOTHING if unfused or activation is None else activation,
-        overwrite_input,
-    )
+    run: Any = _batch_norm.run
+    if ranks is None:
+        run = partial(OURS.get(type(norm), type(norm))._run, norm)
+    weight, bias, mean, var, by_batch, momentum, eps, batches = _state_of(norm)
+    z: Tensor = run(
+        input, None if unfused else residual, branch_scale, weight, bias, mean, var, by_batch,
+        momentum, eps, _NOTHING if unfused else activation, overwrite_input,
+    )  # fmt: skip
+    if batches is not None:
+        batches.add_(1)
     if not unfused:
         return z
     if dropping is not None:
@@ -289,51 +270,7 @@ def norm_act(
             z = residual + z
         else:
             z = z.add_(residual) if in_place else z + residual
-    if isinstance(act, nn.Module):
-        z = act(z)
-    else:
-        z = _batch_norm.activated(z, act)
-    return z
-
-
-def _usual(
-    norm: Any,
-    input: Tensor,
-    residual: Tensor | None,
-    branch_scale: Tensor | None,
-    activation: Any,
-) -> Tensor | None:
-    """The op for a module without anything special; else None, and nothing has happened. All state
-    is read at each call, so a change of the module acts at the next one.
-
-    Reads dictionaries: an attribute that nn.Module.__getattr__ finds takes 0.6 us, and a call
-    needs eight.
-    """
-    if type(input) is not Tensor or input.dim() not in _RANKS.get(type(norm), ()):
-        return None
-    state = norm.__dict__
-    parameters, buffers = state["_parameters"], state["_buffers"]
-    try:
-        weight, bias = parameters["weight"], parameters["bias"]
-        running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-        batches = buffers["num_batches_tracked"]
-        training, momentum, eps = state["training"], state["momentum"], state["eps"]
-        tracks = training and state["track_running_stats"]
-    except KeyError:  # weight_norm, or a pickle of another version
-        return None
-    if type(momentum) is not float or type(eps) is not float:
-        return None
-    updates = tracks and backward_number() == -1
-    if training and not updates:
-        running_mean = running_var = None
-    by_batch = training or (running_mean is None and running_var is None)
-    output = _batch_norm.usual(
-        input, residual, branch_scale, weight, bias, running_mean, running_var, by_batch, momentum,
-        eps, activation,
-    )  # fmt: skip
-    if updates and batches is not None:
-        batches.add_(1)
-    return output
+    return _batch_norm.activated(z, act) if isinstance(act, Pointwise) else act(z)
 
 
 class BatchNormAct1d(BatchNormActBase, nn.BatchNorm1d):
@@ -419,7 +356,6 @@ class BatchNormAddAct(BatchNormActBase):
 
     def forward(self, input: Tensor, residual: Tensor) -> Tensor:  # type: ignore[override]
         if _scripting():
-            self._check_input_dim(input)
             return self._scripted(input, residual)
         return self._fused(input, residual)
 

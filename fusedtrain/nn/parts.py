@@ -44,7 +44,9 @@ def activation_of(module: nn.Module) -> Pointwise | None:
     """
     cls = type(module)
     row = ROW_OF.get(cls)
-    if (row is None and cls is not nn.Identity) or not _replaceable(module):
+    if row is None and cls is not nn.Identity:
+        return None
+    if not is_untouched(module, cls) or all_are_hooked():
         return None
     if row is None:
         return _NOTHING
@@ -83,10 +85,6 @@ def hands_on(module: nn.Module) -> bool:
 
 def is_stochastic_depth(module: nn.Module) -> bool:
     """Whether :func:`branch_scale_of` can take the module's place."""
-    known = package_and_name(module) in STOCHASTIC_DEPTH
-    return known and _replaceable(module) and getattr(module, "mode", "row") == "row"
-
-
-def _replaceable(module: nn.Module) -> bool:
-    """Whether the op can skip the module's call."""
-    return is_untouched(module, type(module)) and not all_are_hooked()
+    if package_and_name(module) not in STOCHASTIC_DEPTH or all_are_hooked():
+        return False
+    return is_untouched(module, type(module)) and getattr(module, "mode", "row") == "row"

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from .. import _calls
 from .._torch_private import BatchNormBase, is_exporting
 from ..ops._library import op
-from ..ops.batch_norm import laid_out
+from ..ops.batch_norm import laid_out, run
 from ..ops.batch_norm_autograd import save_for_backward
 from ..reference.batch_norm import Norm, Statistics, move
 from ..reference.dtypes import wide_of
@@ -25,8 +25,6 @@ from .norm import (
     BatchNormAct3d,
     BatchNormActBase,
     BatchNormAddAct,
-    normalise,
-    updates_of,
 )
 
 _stats = op("batch_norm_stats")
@@ -136,39 +134,27 @@ class SyncBatchNormAct(BatchNormActBase):
             "module around it, and remove its hooks"
         )
 
-    def _normalise(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        branch_scale: Tensor | None,
-        activation: Pointwise,
-        overwrite_input: bool,
-    ) -> Tensor:
+    def _run(self, input: Tensor, residual: Tensor | None, *arguments: Any) -> Tensor:
         ranks = 1
         if self.training and dist.is_available() and dist.is_initialized():
             ranks = dist.get_world_size(self.process_group)
         if ranks == 1:
-            return normalise(self, input, residual, branch_scale, activation, overwrite_input)
+            return run(input, residual, *arguments)
         if is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
                 "SyncBatchNormAct: an exported or traced graph cannot exchange statistics between "
                 "ranks: call model.eval() before the export"
             )
+        *norm, activation, _ = arguments
         synchronise = SyncBatchNormAct._synchronise  # of nn.SyncBatchNorm, too
         if torch.compiler.is_compiling():
             # A decorator would import torch._dynamo at once, which takes a second.
             synchronise = torch.compiler.disable(synchronise)
-        return synchronise(self, input, residual, branch_scale, activation)
+        return synchronise(self, input, residual, Norm(*norm), activation)
 
     def _synchronise(
-        self,
-        input: Tensor,
-        residual: Tensor | None,
-        branch_scale: Tensor | None,
-        activation: Pointwise,
+        self, input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise
     ) -> Tensor:
-        factor, updates = updates_of(self)
-        statistics = (self.running_mean, self.running_var) if updates else (None, None)
         wide = wide_of(input)
         if not _calls.takes(input) or input.shape[1] != self.num_features:
             raise RuntimeError(
@@ -182,21 +168,15 @@ class SyncBatchNormAct(BatchNormActBase):
                 f"SyncBatchNormAct: the residual must be like the input, {input.dtype} of shape "
                 f"{tuple(input.shape)}, not {residual.dtype} of shape {tuple(residual.shape)}"
             )
-        norm = Norm(
-            None if branch_scale is None else branch_scale.detach().to(wide),
-            None if self.weight is None else self.weight.to(wide),
-            None if self.bias is None else self.bias.to(wide),
-            *statistics,
-            training=True,
-            momentum=factor,
-            eps=self.eps,
+        rows, weight, bias = norm[:3]
+        norm = norm._replace(
+            branch_scale=None if rows is None else rows.detach().to(wide),
+            weight=None if weight is None else weight.to(wide),
+            bias=None if bias is None else bias.to(wide),
         )
-        output: Tensor = SyncBatchNormActFunction.apply(
+        return SyncBatchNormActFunction.apply(
             laid_out(input, activation), residual, *norm, activation, self.process_group
         )
-        if updates and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        return output
 
 
 OURS[nn.SyncBatchNorm] = SyncBatchNormAct

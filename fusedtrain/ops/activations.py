@@ -94,8 +94,7 @@ class Kernel:
             if torch.is_inference_mode_enabled() or input.is_inference():
                 return self._plain(input, False, *parameters)
             return self._apply(input, *parameters)
-        output: Tensor = self._forward(input, *parameters)
-        return output
+        return self._forward(input, *parameters)
 
     def _exact(self, dtype: torch.dtype, parameters: tuple[float, ...]) -> bool:
         """Whether the kernel is right for these: numbers that the dtype holds, and `row.valid`.
@@ -169,15 +168,21 @@ def _function(kernel: Kernel) -> Callable[..., Tensor]:
 def _in_cpp(row: Activation, in_python: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The activation as `_C_autograd` calls it; unusual calls go on to `in_python`."""
     assert _cpp is not None
-    call: Callable[..., Tensor] = _cpp.Activation(
+    return _cpp.Activation(
         row.name, _class_name(row), len(row.parameters), row.saves == "output",
         row.backward_in_place is not None, row.backward, row.valid, in_python,
     )  # fmt: skip
-    return call
 
 
 def _class_name(row: Activation) -> str:
     return "".join(part.capitalize() for part in row.name.split("_"))
+
+
+def function_of(
+    row: Activation, forward: Callable[..., Any], backward: Callable[..., Any], suffix: str = ""
+) -> type[torch.autograd.Function]:
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(_class_name(row) + suffix, (torch.autograd.Function,), methods)
 
 
 def _functions(
@@ -229,19 +234,8 @@ def _functions(
         grad_input, *rest = gradients if has_parameters else (gradients,)
         return (grad_input, None, *rest)
 
-    name = _class_name(row)
-    base = (torch.autograd.Function,)
-    return (
-        type(name, base, {"forward": staticmethod(forward), "backward": staticmethod(backward)}),
-        type(
-            f"{name}Inplace",
-            base,
-            {
-                "forward": staticmethod(forward_inplace),
-                "backward": staticmethod(backward_inplace),
-            },
-        ),
-    )
+    function = function_of(row, forward, backward)
+    return function, function_of(row, forward_inplace, backward_inplace, "Inplace")
 
 
 _ROWS = [row for row in ACTIVATIONS.values() if not row.tensors]

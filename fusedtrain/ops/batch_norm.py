@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling as _is_dynamo_compiling
 from torch.nn import Parameter
 from torch.overrides import has_torch_function as _has_any
 
@@ -37,7 +38,6 @@ _STRIDED, _FLOAT32, _FLOAT64 = torch.strided, torch.float32, torch.float64
 
 def _compiled(input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise) -> Tensor:
     """The op as torch.compile is to see it."""
-    output: Tensor
     output, mean, variance, _ = torch.ops.fusedtrain.batch_norm_act_functional(
         input, residual, *norm[:6], norm.eps, *activation
     )
@@ -147,17 +147,20 @@ def _check_residual(residual: Tensor, input: Tensor) -> None:
         raise RuntimeError(f"residual: is on {residual.device}, the input on {input.device}")
 
 
-def usual(
+def run(
     input: Tensor, residual: Tensor | None, branch_scale: Tensor | None, weight: Tensor | None,
     bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, training: bool,
-    momentum: float, eps: float, activation: Pointwise,
+    momentum: float, eps: float, activation: Pointwise, overwrite_input: bool = False,
 ) -> Tensor:  # fmt: skip
-    """As :func:`run`, for the caller who has seen that neither torch.compile nor torch.export
-    follows the call: then a usual one costs a third of the host time of another one.
+    """The op where it fits; else eager torch, with its results and its errors.
 
-    A usual call has tensors of torch's own classes in the dtypes of the op, no transform around it,
-    and a gradient that autograd can record.
+    A usual call costs a third of the host time of another one. It has tensors of torch's own
+    classes in the dtypes of the op, no transform around it, and a gradient that autograd can
+    record.
     """
+    if overwrite_input or _is_dynamo_compiling():
+        norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
+        return _unusual(input, residual, norm, activation, overwrite_input)
     planned = _recompute.planned()
     if _cpp is not None and not planned:
         if input.layout is _STRIDED and not input.is_contiguous():
@@ -169,14 +172,17 @@ def usual(
         if result is not NotImplemented:
             return result
     norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
-    if planned:  # each attribute of a tensor would take 7 us
+    output = None
+    if activation.op == _SOFTPLUS or transformed():
+        pass  # Autocast may want softplus in float32.
+    elif planned:  # each attribute of a tensor would take 7 us
         with without_torch_function():
             output = _fitting(input, residual, norm, activation)
     else:
         output = _fitting(input, residual, norm, activation)
-    if output is not None:
-        return output
-    return _unusual(input, residual, norm, activation, overwrite_input=False)
+    if output is None:
+        output = _unusual(input, residual, norm, activation, overwrite_input=False)
+    return output
 
 
 def laid_out(input: Tensor, activation: Pointwise) -> Tensor:
@@ -195,40 +201,22 @@ def adds_alike(input: Tensor, residual: Tensor) -> bool:
 
 
 def _fitting(
-    input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise
-) -> Tensor | None:
-    """The output of a usual call; None for another one."""
-    # Autocast may want softplus in float32.
-    fits = activation.op != _SOFTPLUS and not transformed() and _fits(input, residual, *norm)
-    if not fits:
+    input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointwise,
+    overwrite_input: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """The op's output where it takes the arguments as they are, else None."""
+    if not _fits(input, residual, *norm):
         return None
     input = laid_out(input, activation)
-    weight, bias = norm.weight, norm.bias
-    records = torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    )
-    if not records:
-        output: Tensor = _forward(input, residual, *norm, *activation)[0]
-        return output
+    if not _calls.needs_grad(input, residual, norm.weight, norm.bias):
+        return _forward(input, residual, *norm, *activation)[0]
     if torch.is_inference_mode_enabled() or input.is_inference():
         return None
+    if overwrite_input and residual is None and norm.branch_scale is None:
+        keeps_input = norm.training or _calls.needs_grad(norm.weight, norm.bias)
+        if keeps_input and in_place.applies(input, activation):
+            return in_place.apply(input, *norm[1:], activation)
     return _apply(input, residual, *norm[:3], norm[3:], activation)
-
-
-def run(
-    input: Tensor,
-    residual: Tensor | None,
-    norm: Norm,
-    activation: Pointwise,
-    overwrite_input: bool = False,
-) -> Tensor:
-    """The op where it fits; else eager torch, with its results and its errors."""
-    if overwrite_input or torch.compiler.is_compiling():
-        return _unusual(input, residual, norm, activation, overwrite_input)
-    return usual(input, residual, *norm, activation)
 
 
 def activated(z: Tensor, activation: Pointwise) -> Tensor:
@@ -251,12 +239,12 @@ def _unusual(
         verify_batch_size(input.size())
     if activation.op == _SOFTPLUS and _calls.autocasts(input, "cuda"):
         # Autocast computes softplus of 16 bits in float32, and returns that.
-        z = run(input, residual, norm, Pointwise())
+        z = run(input, residual, *norm, Pointwise())
         return _activations.KERNELS["softplus"](z.float(), False, activation.a, activation.b)
     if residual is not None and not _matches(residual, input):
         _check_residual(residual, input)
         # Another shape or dtype: torch knows what that adds up to.
-        z = run(input, None, norm, Pointwise())
+        z = run(input, None, *norm, Pointwise())
         return activated(z + residual, activation)
     compiled = (
         torch.compiler.is_compiling()
@@ -267,23 +255,13 @@ def _unusual(
     if _calls.traced() and not compiled:
         return eager(input, residual, norm, activation)
     original, norm = norm, _converted(input, norm)
-    if not _fits(input, residual, *norm):
+    output: Tensor | None = None
+    if not compiled:
+        output = _fitting(input, residual, norm, activation, overwrite_input)
+    elif _fits(input, residual, *norm):
+        output = _compiled(laid_out(input, activation), residual, norm, activation)
+    if output is None:
         return eager(input, residual, original, activation)
-    input = laid_out(input, activation)
-    affine = (norm.weight, norm.bias)
-    if compiled:
-        output = _compiled(input, residual, norm, activation)
-    elif _calls.needs_grad(input, residual, *affine):
-        if torch.is_inference_mode_enabled() or input.is_inference():
-            return eager(input, residual, original, activation)
-        keeps_input = norm.training or _calls.needs_grad(*affine)
-        alone = residual is None and norm.branch_scale is None
-        if overwrite_input and alone and keeps_input and in_place.applies(input, activation):
-            output = in_place.apply(input, *norm[1:], activation)
-        else:
-            output = _apply(input, residual, *norm[:3], norm[3:], activation)
-    else:
-        output = _forward(input, residual, *norm, *activation)[0]
     if norm.training:
         _copy_back(original, norm)
     return output
@@ -350,28 +328,24 @@ def batch_norm_act(
     """
     tensors = (input, running_mean, running_var, weight, bias, residual, branch_scale)
     if _has_any(tensors):
-        result: Tensor = _handle(
+        return _handle(
             batch_norm_act, tensors, input, running_mean, running_var, weight, bias, training,
             momentum, eps, activation=activation, residual=residual, branch_scale=branch_scale,
             overwrite_input=overwrite_input, **parameters,
         )  # fmt: skip
-        return result
-    fused = None if parameters else _activations.BY_NAME.get(activation)
-    function: Any = None
+    fused, after = None if parameters else _activations.BY_NAME.get(activation), None
     if fused is None:
         fused, function = _activations.chosen(activation, parameters)
+        after = function if fused is None else None
     if branch_scale is not None and branch_scale.shape != input.shape[:1]:
         raise ValueError(
             f"branch_scale: expected one value for each of {input.shape[0]} samples, got shape "
             f"{tuple(branch_scale.shape)}"
         )
-    if fused is not None and not overwrite_input and not torch.compiler.is_compiling():
-        return usual(
-            input, residual, branch_scale, weight, bias, running_mean, running_var, training,
-            momentum, eps, fused,
-        )  # fmt: skip
-    norm = Norm(branch_scale, weight, bias, running_mean, running_var, training, momentum, eps)
-    if fused is None:
-        function(input.new_zeros(1))  # raises before running statistics have moved
-        return function(run(input, residual, norm, Pointwise(), overwrite_input))
-    return run(input, residual, norm, fused, overwrite_input)
+    if after is not None:
+        after(input.new_zeros(1))  # raises before running statistics have moved
+    output = run(
+        input, residual, branch_scale, weight, bias, running_mean, running_var, training, momentum,
+        eps, Pointwise() if fused is None else fused, overwrite_input,
+    )  # fmt: skip
+    return output if after is None else after(output)

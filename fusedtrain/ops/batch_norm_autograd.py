@@ -33,7 +33,6 @@ class BatchNormAct(torch.autograd.Function):
         ctx: Any, input: Tensor, residual: Tensor | None, branch_scale: Tensor | None,
         weight: Tensor | None, bias: Tensor | None, settings: Settings, activation: Pointwise,
     ) -> Tensor:  # fmt: skip
-        output: Tensor
         output, mean, invstd = _forward(
             input, residual, branch_scale, weight, bias, *settings, *activation
         )

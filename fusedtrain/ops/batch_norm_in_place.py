@@ -137,5 +137,4 @@ def lost(weight: Tensor | None, bias: Tensor | None) -> list[int]:
         enough &= size >= LEAST_SHARE * bias.abs()
     if bool(enough.all()):
         return []
-    channels: list[int] = enough.logical_not().nonzero().flatten().tolist()
-    return channels
+    return enough.logical_not().nonzero().flatten().tolist()

@@ -140,8 +140,7 @@ def run_bias_act(
     rest = (dim, *activation, gain, clamp, p)
     if needs_grad(input, bias):
         return _apply_bias_act(input, bias, seed, rest, activation.saves_output)
-    output: Tensor = _bias_act(input, bias, seed, *rest)
-    return output
+    return _bias_act(input, bias, seed, *rest)
 
 
 def biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:

@@ -10,11 +10,11 @@ from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
 from torch.overrides import has_torch_function as _has_any
 
 from .. import _recompute
-from .._calls import apply_of, autocasts, takes
+from .._calls import apply_of, autocasts, needs_grad, takes
 from .._graph.fx import handle as _handle
 from ..reference import ACTIVATIONS, Activation, activations as _reference
 from ._library import define, op
-from .activations import check_all_meta
+from .activations import check_all_meta, function_of
 
 __all__ = ["prelu", "star_relu"]
 
@@ -44,12 +44,11 @@ class ChannelKernel:
     def __call__(self, input: Tensor, *tensors: Tensor) -> Tensor:
         if not takes(input) or not all(self._fits(t, input) for t in tensors):
             return self._reference(input, *tensors)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (input, *tensors)):
+        if needs_grad(input, *tensors):
             if torch.is_inference_mode_enabled() or input.is_inference():
                 return self._reference(input, *tensors)
             return self._apply(input, *tensors)
-        output: Tensor = self._forward(input, *tensors)
-        return output
+        return self._forward(input, *tensors)
 
     def _fits(self, tensor: Tensor, input: Tensor) -> bool:
         per_channel = self.row.per_channel and input.dim() > 1
@@ -84,12 +83,7 @@ def _channel_function(row: Activation) -> type[torch.autograd.Function]:
             g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True)
         )
 
-    name = "".join(part.capitalize() for part in row.name.split("_"))
-    return type(
-        name,
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
-    )
+    return function_of(row, forward, backward)
 
 
 _ROWS = [row for row in ACTIVATIONS.values() if row.tensors]

@@ -299,10 +299,7 @@ def _whole(
         return None
     if _geometry(input.shape[2:], weight.shape[2:], step, sides, spread) is None:
         return None
-    output: Tensor = torch.ops.fusedtrain.depthwise_conv_chosen(
-        input, weight, bias, step, sides, spread
-    )
-    return output
+    return torch.ops.fusedtrain.depthwise_conv_chosen(input, weight, bias, step, sides, spread)
 
 
 def _convolve(

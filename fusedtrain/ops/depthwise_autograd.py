@@ -127,10 +127,9 @@ def convolve(
     padding_end: Numbers, dilation: Numbers, channels_last: bool, use: Faster,
 ) -> Tensor:  # fmt: skip
     if use.forward:
-        output: Tensor = _depthwise_conv(
+        return _depthwise_conv(
             input, weight, bias, stride, padding, padding_end, dilation, channels_last
         )
-        return output
     last: Any = (False, [0] * len(stride), input.size(1))
     return torch.convolution(input, weight, bias, stride, padding, dilation, *last)
 

@@ -70,8 +70,7 @@ def _gradient(ctx: Any, grad: Tensor) -> Tensor:
         )
     if not _calls.takes(grad):  # torch.func.vmap over gradients
         return _times_slope(ctx, grad, codes)
-    gradient: Tensor = _backward(laid_out(grad, ctx.strides), codes, ctx.activation, ctx.bits)
-    return gradient
+    return _backward(laid_out(grad, ctx.strides), codes, ctx.activation, ctx.bits)
 
 
 class FewBit(torch.autograd.Function):
@@ -79,7 +78,6 @@ class FewBit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, activation: int, bits: int) -> Tensor:
-        output: Tensor
         output, codes = _forward(input, activation, bits)
         ctx.save_for_backward(codes)
         ctx.activation, ctx.bits, ctx.strides = activation, bits, output.stride()

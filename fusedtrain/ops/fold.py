@@ -36,8 +36,7 @@ class _FoldWeight(torch.autograd.Function):
         weight, bias, gamma, _, mean, var, *numbers = arguments
         ctx.save_for_backward(weight, bias, gamma, mean, var)
         ctx.numbers = numbers
-        result: tuple[Tensor, Tensor] = _forward(*arguments)
-        return result
+        return _forward(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad_weight: Tensor, grad_bias: Tensor) -> Any:
@@ -59,7 +58,5 @@ def fold_weight(
     if not all(map(takes, tensors)):
         return reference.fold_weight(*arguments)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        result: tuple[Tensor, Tensor] = _FoldWeight.apply(*arguments)
-        return result
-    folded: tuple[Tensor, Tensor] = _forward(*arguments)
-    return folded
+        return _FoldWeight.apply(*arguments)
+    return _forward(*arguments)

@@ -98,8 +98,7 @@ def _parts(input: Tensor, value: Tensor | None, dim: int, gate_last: bool) -> tu
 def _gated_halves(
     input: Tensor, dim: int, gate_last: bool, activation: int, a: float, b: float
 ) -> Tensor:
-    output: Tensor = _gated(*halves(input, dim, gate_last), activation, a, b)
-    return output
+    return _gated(*halves(input, dim, gate_last), activation, a, b)
 
 
 class GatedHalves(torch.autograd.Function):
@@ -178,16 +177,14 @@ def run_gated(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
     """Two tensors of one shape, which :func:`fits` has allowed."""
     if needs_grad(gate, value):
         return _apply_gated(gate, value, activation)
-    output: Tensor = _gated(gate, value, *activation)
-    return output
+    return _gated(gate, value, *activation)
 
 
 def run_spread(gate: Tensor, value: Tensor, activation: Pointwise) -> Tensor:
     """A gate of [N, C, 1, ...]."""
     if needs_grad(gate, value):
         return _apply_spread(gate, value, activation)
-    output: Tensor = _gated_spread(gate, value, *activation)
-    return output
+    return _gated_spread(gate, value, *activation)
 
 
 def run_halves(input: Tensor, dim: int, gate_last: bool, activation: Pointwise) -> Tensor:

@@ -56,8 +56,7 @@ def _batch(
         return _reference.normalize_images(input, coefficients, dtype, memory_format)
     if dtype == torch.float64 or not _kernel_takes(input):
         return _reference.normalize_images(input, coefficients, dtype, memory_format)
-    output: Tensor = _op(input, coefficients, dtype, memory_format)
-    return output
+    return _op(input, coefficients, dtype, memory_format)
 
 
 def _run(

@@ -53,8 +53,7 @@ _Pair = tuple[int, int]
 def _maxima(input: Tensor, *window: Any) -> Tensor:
     """Maxima without codes: no gradient is needed, or the codes are kept already."""
     *sizes, channels_last = window
-    output: Tensor = _max_pool2d(input, *sizes, 0, channels_last)[0]
-    return output
+    return _max_pool2d(input, *sizes, 0, channels_last)[0]
 
 
 class MaxPool2d(torch.autograd.Function):
@@ -67,7 +66,6 @@ class MaxPool2d(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         window = (kernel_size, stride, padding)
         bits = _bits_of(kernel_size)
-        output: Tensor
         output, codes = _max_pool2d(input, *window, ceil_mode, bits, channels_last)
         ctx.save_for_backward(codes)
         ctx.rest = (*input.shape[-2:], *window, bits, channels_last)

@@ -98,8 +98,7 @@ def run_scale(input: Tensor, scale: Tensor, residual: Tensor | None, dim: int) -
             return result
     if needs_grad(input, scale, residual):
         return _apply_scale(input, scale, residual, dim)
-    output: Tensor = _scale_add(input, scale, residual, dim)
-    return output
+    return _scale_add(input, scale, residual, dim)
 
 
 def residual_add(

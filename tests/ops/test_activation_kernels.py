@@ -22,12 +22,7 @@ from helpers.activations import (
     layouts,
     special_values,
 )
-from helpers.backends import BACKENDS, Kernels, in_layout_of
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return BACKENDS[request.param]()
+from helpers.backends import Kernels, in_layout_of
 
 
 def tensors_of(name: str, x: Tensor) -> list[Any]:

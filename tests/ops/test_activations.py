@@ -137,28 +137,6 @@ def test_conv_bn_act_conv_keeps_three_tensors_instead_of_four(layer: nn.Module) 
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("threads", [2, 3])
-@pytest.mark.parametrize("name", ["prelu", "star_relu"])
-def test_parameter_gradients_do_not_depend_on_threads(name: str, threads: int) -> None:
-    """test_activation_kernels.py has the numbers."""
-    before = torch.get_num_threads()
-    row = ACTIVATIONS[name]
-    for shape in ((3, 700), (2, 5, 90, 70), (40_000,), (100, 20_000), (2, 300, 7), (2, 2, 40_000)):
-        channels = shape[1] if len(shape) > 1 and name == "prelu" else 1
-        for last in (False, True)[: 1 + (len(shape) == 4)]:
-            x = torch.randn(shape)
-            x = x.contiguous(memory_format=torch.channels_last) if last else x
-            leaves = [x, *(torch.randn(channels) for _ in row.parameters)]
-            leaves = [t.requires_grad_() for t in leaves]
-            grad, runs = torch.randn(shape), []
-            for n in (1, threads):
-                torch.set_num_threads(n)
-                runs.append(torch.autograd.grad(getattr(F, name)(*leaves), leaves, grad))
-            torch.set_num_threads(before)
-            assert all(map(torch.equal, *runs))
-
-
-@pytest.mark.cpu_only
 def test_prelu_backward_needs_little_memory() -> None:
     """One slot a (row, channel), not one for each channel of each."""
     import resource

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from fusedtrain.ops.bias_act import BOUNDED
-from fusedtrain.reference import FAMILIES
 from fusedtrain.reference.channels import spread
 from fusedtrain.reference.philox import keep_mask, philox
 from fusedtrain.reference.pointwise import Pointwise
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels, placed, same_bits
+from helpers.backends import Kernels, placed, same_bits
 from helpers.batch_norm import EXACT, FORMULAS, last
 from helpers.launches import parameters
 
@@ -30,17 +29,6 @@ F32, F64, F16, BF16 = DTYPES
 # that was rounded.
 LIMITS = {F32: 2e-6, F64: 1e-13, F16: 1.5e-3, BF16: 1.2e-2}
 SEED = torch.tensor([0x1234_5678_9ABC_DEF1, -0x0FED_CBA9_8765_4321])
-
-
-OPS = (*FAMILIES["gated"], *FAMILIES["scale_add"], *FAMILIES["bias_act"])
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, OPS)):
-        pytest.skip(f"{request.param} has no chains")
-    return kernels
 
 
 def close(result: Tensor, want: Tensor, dtype: torch.dtype, times: float = 1.0) -> None:
@@ -386,61 +374,7 @@ def test_masks_are_those_of_the_stream(ops: Kernels) -> None:
             assert torch.equal(part.cpu().flatten() != 0, words[:48] >= int(p * 2**32))
 
 
-@pytest.mark.launches_nothing("arguments are refused")
-def test_mistakes(ops: Kernels) -> None:
-    if not ops.kernel:
-        pytest.skip("not a case: plain torch raises errors of its own")
-    x = torch.randn(3, 4, 5)
-    act = tuple(Pointwise())
-    bad = [
-        ("gated", (x, x[:2], *act)),
-        ("gated", (x.double(), x, *act)),
-        ("gated", (x, x, 99, 0.0, 0.0)),
-        ("gated_spread", (torch.ones(3, 5, 1), x, *act)),
-        ("gated_spread", (torch.ones(3, 4), x, *act)),
-        ("gated_spread", (torch.ones(3, 4, 2), x, *act)),
-        ("gated_spread", (torch.ones(3, 4, 1).double(), x, *act)),
-        ("gated_spread", (torch.ones(3, 4, 1), x, 99, 0.0, 0.0)),
-        ("gated_spread_backward", (x, torch.ones(2, 4, 1), x, *act, True)),
-        ("gated_spread_backward", (x, torch.ones(3, 4, 1), x[:2], *act, True)),
-        ("scale_add", (x, torch.ones(3, 5), None, 1)),
-        ("scale_add", (x, torch.ones(2, 4), None, 1)),
-        ("scale_add", (x, torch.ones(3, 4).double(), None, 1)),
-        ("scale_add", (x, torch.ones(3, 4), None, 3)),
-        ("scale_add", (x, torch.ones(3, 4), x[:2], 1)),
-        ("bias_act", (x, torch.ones(5), None, 1, *act, 1.0, -1.0, 0.0)),
-        ("bias_act", (x, None, SEED, 1, *act, 1.0, -1.0, 1.0)),
-        ("bias_act", (x, None, SEED.int(), 1, *act, 1.0, -1.0, 0.5)),
-        ("bias_act", (x.int(), None, None, 1, *act, 1.0, -1.0, 0.0)),
-    ]
-    for name, arguments in bad:
-        with pytest.raises(RuntimeError, match="fusedtrain"):
-            ops(name, *(a.to(ops.device) if isinstance(a, Tensor) else a for a in arguments))
-
-
 def test_philox_has_the_published_words() -> None:
     """Known answers of Random123's kat_vectors for philox4x32-10."""
     zeros = philox(torch.tensor([0, 0]), 4).tolist()
     assert zeros == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_bits_do_not_depend_on_threads(threads: int) -> None:
-    kernels = BACKENDS["cpu"]()
-    before = torch.get_num_threads()
-    runs = []
-    generator = torch.Generator().manual_seed(1)
-    x, g = (torch.randn(3, 40, 61, 59, generator=generator) for _ in range(2))
-    scale = torch.randn(3, 40, generator=generator)
-    try:
-        for count in (threads, 2):
-            torch.set_num_threads(count)
-            results = []
-            for y, h in ((x, g), (x.to(memory_format=torch.channels_last), g)):
-                results.append(kernels("scale_add_backward", h, y, scale, 1, True))
-                rest = (1, *FORMULAS["gelu"], 1.0, -1.0, 0.2)
-                results.append(kernels("bias_act_backward", h, y, scale[0], SEED, *rest, True))
-            runs.append(tuple(results))
-    finally:
-        torch.set_num_threads(before)
-    assert same_bits(runs[0], runs[1])

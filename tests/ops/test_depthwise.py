@@ -102,23 +102,6 @@ def test_only_gradients_that_are_asked_for(asked: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", ["3x3", "5x5 by 2", "pairs", "3-d"])
-def test_same_bits_on_any_number_of_threads(name: str, last: bool) -> None:
-    tensors = arguments(name, last=last)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in range(1, 6):
-            torch.set_num_threads(threads)
-            output = both(name, *tensors)[0]
-            grads = torch.autograd.grad(output, tensors, torch.ones_like(output))
-            results.append((output, *grads))
-    finally:
-        torch.set_num_threads(before)
-    for result in results[1:]:
-        assert all(map(torch.equal, result, results[0]))
-
-
-@pytest.mark.parametrize("last", [False, True])
 def test_infinities_stay_where_they_are(last: bool) -> None:
     """The last column is seen by no output, and that of the second row by one tap alone."""
     x = torch.ones(1, 1 if not last else 18, 5, 6)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusedtrain.reference import FAMILIES, depthwise as reference
+from fusedtrain.reference import depthwise as reference
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels, placed
+from helpers.backends import Kernels, placed
 from helpers.launches import parameters
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
@@ -104,14 +104,6 @@ LARGE = {
     "many channels, odd": square((2, 301, 6, 5), 3, 2),
     "dilated": square((4, 16, 30, 31), 3, 1, dilation=2),
 }
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, FAMILIES["depthwise"])):
-        pytest.skip(f"{request.param} has no depthwise convolutions")
-    return kernels
 
 
 def laid(t: Tensor, last: bool) -> Tensor:
@@ -310,28 +302,3 @@ def test_infinities_reach_what_sees_them(ops: Kernels, name: str, last: bool) ->
     grad_weight = ops(backward, finite, *tensors[:2], *call.rest, False, True, False)[1]
     want = call.gradients(finite.cpu(), call.input, call.weight)[1]
     assert grad_weight.isfinite().cpu().equal(want.isfinite())
-
-
-@pytest.mark.launches_nothing("arguments are refused")
-def test_mistakes_of_the_op(ops: Kernels) -> None:
-    if not ops.kernel:
-        pytest.skip("not a case: plain torch raises errors of its own")
-    call = Call(CASES["3 x 3"], torch.float32, False)
-    x, weight, bias = (placed(t, ops.device) for t in (call.input, call.weight, call.bias))
-    ones, none = [1, 1], [0, 0]
-    rest = (ones, none, none, ones, False)
-    for arguments, message in (
-        ((x, weight.half(), None, *rest), "weight must have the dtype of the others"),
-        ((x[0, 0], weight, None, *rest), r"expected \[N, C, L\]"),
-        ((x, weight[:3], None, *rest), "weight must be"),
-        ((x, weight, bias[:3], *rest), "bias must have a number for each channel"),
-        ((x, weight, None, [1], none, none, ones, False), "a number for each dimension"),
-        ((x, weight, None, none, none, none, ones, False), "must be positive"),
-        ((x[:, :, :2], weight, None, *rest), "smaller than the kernel"),
-        ((x[:, :, 0], weight[:, :, 0], None, [1], [0], [0], [1], True), "has no channels_last"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            ops("depthwise_conv", *arguments)
-    grad = placed(call.grad, ops.device)
-    with pytest.raises(RuntimeError, match="grad must have the shape of the output"):
-        ops("depthwise_conv_backward", grad[:1], x, weight, *call.rest, True, True, True)

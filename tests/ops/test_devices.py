@@ -1,5 +1,5 @@
-"""Every op refuses a tensor of another device before it starts or writes anything; and its fake
-kernel and schema are right, by torch.library.opcheck.
+"""Every op refuses wrong arguments and a tensor of another device before it starts or writes
+anything; and its fake kernel and schema are right, by torch.library.opcheck.
 
 The other device is meta: the op's kernel is called past the dispatcher, which would take meta's.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedtrain.reference import ACTIVATIONS, FAMILIES
-from helpers.backends import BACKENDS, Registered
+from helpers.backends import BACKENDS, Kernels, Registered, placed
 from helpers.batch_norm import FORMULAS
 from helpers.launches import emulated
 from helpers.optimizer_cases import Case, Spec, bits
@@ -152,6 +152,104 @@ def test_a_tensor_of_another_device(name: str, backend: str) -> None:
         assert "emulator:" not in str(raised.value), f"argument {i} is not looked at in time"
         assert started == emulated()
         assert [bits(t) for t in rest] == before, f"argument {i}: something was written"
+
+
+# Changes of the calls above, or of a call in full, and the error.
+Mistake = tuple[dict[int, Any], str]
+MISTAKES: dict[str, list[Mistake]] = {
+    "gated": [
+        ({1: X[:2]}, "fusedtrain"),
+        ({0: X.double()}, "fusedtrain"),
+        ({2: 99}, "fusedtrain"),
+    ],
+    "gated_spread": [  # without an activation: see above
+        ({0: torch.ones(3, 5, 1), 2: -1}, "fusedtrain"),
+        ({0: torch.ones(3, 4), 2: -1}, "fusedtrain"),
+        ({0: torch.ones(3, 4, 2), 2: -1}, "fusedtrain"),
+        ({0: torch.ones(3, 4, 1).double(), 2: -1}, "fusedtrain"),
+        ({2: 99}, "fusedtrain"),
+    ],
+    "gated_spread_backward": [
+        ({1: torch.ones(2, 4, 1)}, "fusedtrain"),
+        ({2: X[:2]}, "fusedtrain"),
+    ],
+    "scale_add": [
+        ({1: torch.ones(3, 5)}, "fusedtrain"),
+        ({1: torch.ones(2, 4)}, "fusedtrain"),
+        ({1: torch.ones(3, 4).double()}, "fusedtrain"),
+        ({3: 3}, "fusedtrain"),
+        ({2: X[:2]}, "fusedtrain"),
+    ],
+    "bias_act": [
+        ({1: torch.ones(5)}, "fusedtrain"),
+        ({9: 1.0}, "fusedtrain"),
+        ({2: SEED.int()}, "fusedtrain"),
+        ({0: X.int(), 1: None}, "fusedtrain"),
+    ],
+    "max_pool2d": [
+        ({0: torch.zeros(6, 6)}, r"expected \[N, C, H, W\]"),
+        ({0: torch.zeros(2, 6, 6), 6: True}, r"expected \[N, C, H, W\]"),
+        ({0: torch.zeros(1, 2, 6, 6).int()}, "input must be float32"),
+        ({1: [2]}, "must be two numbers"),
+        ({1: [0, 2]}, "kernel_size must be from 1 to 256"),
+        ({2: [1, 0]}, "stride at least 1"),
+        ({3: [2, 0]}, "at most|half of kernel_size"),
+        ({5: 3}, "bits must be 0, 1, 2, 4 or 8"),
+        ({1: [3, 3]}, "2 bits are too few"),
+        ({1: [7, 7], 5: 8}, "smaller than a window"),
+        ({0: torch.zeros(1, 2, 0, 6)}, "no pixels"),
+    ],
+    "max_pool2d_backward": [
+        ({1: torch.zeros(63, dtype=torch.uint8)}, "codes must be the 2-bit codes"),
+        ({1: torch.zeros(64, dtype=torch.int32)}, "codes must be the 2-bit codes"),
+        ({1: torch.zeros(1, 64, dtype=torch.uint8)}, "codes must be the 2-bit codes"),
+    ],
+    "depthwise_conv": [
+        ({1: torch.ones(3, 1, 3, 3).half()}, "weight must have the dtype of the others"),
+        ({0: torch.ones(6, 6)}, r"expected \[N, C, L\]"),
+        ({1: torch.ones(2, 1, 3, 3), 2: None}, "weight must be"),
+        ({2: torch.ones(2)}, "bias must have a number for each channel"),
+        ({3: [1]}, "a number for each dimension"),
+        ({3: [0, 0]}, "must be positive"),
+        ({0: torch.ones(2, 3, 2, 6), 4: [0, 0], 5: [0, 0]}, "smaller than the kernel"),
+        (
+            {0: torch.ones(2, 3, 6), 1: torch.ones(3, 1, 3), 3: [1], 4: [0], 5: [0], 6: [1],
+             7: True}, "has no channels_last",
+        ),
+    ],
+    "depthwise_conv_backward": [
+        ({0: torch.randn(1, 3, 6, 6)}, "grad must have the shape of the output"),
+    ],
+    "fold_weight": [
+        ({4: torch.ones(3)}, "running_mean must have one element for each of the 4"),
+        ({7: True, 8: 3}, "groups must divide"),
+        ({0: torch.ones(4, 2, 3, 3).int()}, "weight must be float32"),
+        ({0: torch.ones(4)}, "weight must have 2 dimensions"),
+    ],
+    "fold_weight_backward": [({0: torch.randn(1, 2, 3, 3)}, "must have the same shape")],
+    "normalize_images": [
+        ({0: torch.zeros(1, 3, 4, 4)}, "input must be uint8"),
+        ({0: torch.zeros(3, 4, 4, dtype=torch.uint8)}, "input must have 4 dimensions"),
+        ({1: torch.ones(3, 2)}, r"must be float32 \[3, 3\]"),
+        ({1: torch.ones(3, 3).double()}, r"must be float32 \[3, 3\]"),
+        ({2: torch.float64}, "dtype must be float32, float16 or bfloat16"),
+        ({3: torch.channels_last_3d}, "memory_format must be preserve"),
+    ],
+    "batch_norm_act_": [({0: torch.randn(3, 4, 10)[..., ::2]}, "input must be dense")],
+}  # fmt: skip
+
+
+@pytest.mark.launches_nothing("arguments are refused")
+@pytest.mark.parametrize("name", MISTAKES)
+def test_wrong_arguments(ops: Kernels, name: str) -> None:
+    if not ops.kernel:
+        pytest.skip("not a case: plain torch raises errors of its own")
+    pool = (torch.zeros(1, 2, 6, 6), *POOL, False, 2, False)
+    for changes, message in MISTAKES[name]:
+        call = dict(enumerate(CALLS[name]() if name in CALLS else pool)) | changes
+        arguments = [placed(a, ops.device) if isinstance(a, Tensor) else a for a in call.values()]
+        with pytest.raises(RuntimeError, match=message):
+            ops(name, *arguments)
 
 
 def test_every_op_of_several_tensors_is_here() -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain import functional as F
 from fusedtrain.ops.few_bit import SAVES
-from fusedtrain.reference import FAMILIES, few_bit
+from fusedtrain.reference import few_bit
 from fusedtrain.reference.bits import BLOCK, packed_bytes
 from fusedtrain.reference.pointwise import INDEX
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels, placed, same_bits
+from helpers.backends import Kernels, placed, same_bits
 from helpers.few_bit import check, slope_of
 from helpers.launches import parameters
 from helpers.observed import saved_by
@@ -32,14 +32,6 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 FUNCTIONS["gelu_tanh"] = lambda x, save: F.gelu(x, "tanh", save)
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    kernels = BACKENDS[request.param]()
-    if not all(map(kernels.has, FAMILIES["few_bit"])):
-        pytest.skip(f"{request.param} has no few-bit kernels")
-    return kernels
 
 
 GRID = torch.linspace(-9, 9, 400_001, dtype=torch.float64)

@@ -12,7 +12,7 @@ import fusedtrain  # noqa: F401  (its ops)
 from fusedtrain.ops.fold import fold_weight
 from fusedtrain.reference import fold as reference
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels
+from helpers.backends import Kernels
 from helpers.launches import parameters
 from helpers.observed import compiled_plainly
 
@@ -36,11 +36,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], bool, int]] = {
     "no input": ((4, 0, 3, 3), False, 1),
     "no output": ((0, 4, 3, 3), False, 1),
 }
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return BACKENDS[request.param]()
 
 
 def case(
@@ -126,24 +121,6 @@ def test_layouts(ops: Kernels, name: str) -> None:
         assert_close(results[0], reference.fold_weight(other.double(), *wide, *rest)[0])
     strided = [torch.stack([v, v], 1)[:, 0] for v in vectors]
     check(ops, grad, weight, strided, rest)
-
-
-@pytest.mark.launches_nothing("arguments are refused")
-def test_mistakes(ops: Kernels) -> None:
-    if not ops.kernel:
-        pytest.skip("not a case: plain torch raises errors of its own")
-    _, weight, vectors, rest = case("transposed, groups", torch.float32, torch.float32, ops.device)
-    bias, gamma, beta, mean, var = vectors
-    with pytest.raises(RuntimeError, match="running_mean must have one element for each of the 15"):
-        ops("fold_weight", weight, bias, gamma, beta, mean[1:], var, *rest)
-    with pytest.raises(RuntimeError, match="groups must divide"):
-        ops("fold_weight", weight, bias, gamma, beta, mean, var, 1e-5, True, 4)
-    with pytest.raises(RuntimeError, match="weight must be float32"):
-        ops("fold_weight", weight.int(), bias, gamma, beta, mean, var, *rest)
-    with pytest.raises(RuntimeError, match="weight must have 2 dimensions"):
-        ops("fold_weight", mean, bias, gamma, beta, mean, var, 1e-5, False, 1)
-    with pytest.raises(RuntimeError, match="must have the same shape"):
-        ops("fold_weight_backward", weight[:1], mean, weight, bias, gamma, mean, var, *rest)
 
 
 def test_compiled_to_plain_operators() -> None:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 import fusedtrain
 from fusedtrain.ops.pool import _bits_of
-from fusedtrain.reference import FAMILIES
 from fusedtrain.reference.bits import pack, packed_bytes, unpack
 from fusedtrain.reference.pool import max_pool2d_indices
 from helpers import ROOT
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels
+from helpers.backends import Kernels
 from helpers.launches import parameters
 from helpers.processes import run_python
 
@@ -55,17 +54,14 @@ SHAPES = {
 }
 
 
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    kernels = BACKENDS[request.param]()
-    if request.param == "triton" and kernels.slow:
+@pytest.fixture
+def ops(ops: Kernels, monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    if ops.counter == "triton" and ops.slow:
         from fusedtrain.triton import pool
 
         # The interpreter takes as long for one lane.
         monkeypatch.setattr(pool, "_BLOCK", 1024)
-    if not all(map(kernels.has, FAMILIES["pool"])):
-        pytest.skip(f"{request.param} has no pooling")
-    return kernels
+    return ops
 
 
 def numbers(shape: tuple[int, ...], dtype: torch.dtype, last: bool = False) -> Tensor:
@@ -202,32 +198,6 @@ def test_strides(ops: Kernels, dtype: torch.dtype) -> None:
     check(ops, x, WINDOWS["2 x 2"], True)
 
 
-def test_mistakes(ops: Kernels) -> None:
-    if not ops.kernel:
-        pytest.skip("not a case: plain torch raises errors of its own")
-    x = torch.zeros(1, 2, 6, 6, device=ops.device)
-    two, none = [2, 2], [0, 0]
-    for arguments, message in (
-        ((x[0, 0], two, two, none, False, 2, False), r"expected \[N, C, H, W\]"),
-        ((x[0], two, two, none, False, 2, True), r"expected \[N, C, H, W\]"),
-        ((x.int(), two, two, none, False, 2, False), "input must be float32"),
-        ((x, [2], two, none, False, 2, False), "must be two numbers"),
-        ((x, [0, 2], two, none, False, 2, False), "kernel_size must be from 1 to 256"),
-        ((x, two, [1, 0], none, False, 2, False), "stride at least 1"),
-        ((x, two, two, [2, 0], False, 2, False), "at most|half of kernel_size"),
-        ((x, two, two, none, False, 3, False), "bits must be 0, 1, 2, 4 or 8"),
-        ((x, [3, 3], two, none, False, 2, False), "2 bits are too few"),
-        ((x, [7, 7], two, none, False, 8, False), "smaller than a window"),
-        ((x[:, :, :0], two, two, none, False, 2, False), "no pixels"),
-    ):
-        with pytest.raises(RuntimeError, match=message):
-            ops("max_pool2d", *arguments)
-    y, codes = ops("max_pool2d", x, two, two, none, False, 2, False)
-    for wrong in (codes[1:], codes.int(), codes.view(1, -1)):
-        with pytest.raises(RuntimeError, match="codes must be the 2-bit codes"):
-            ops("max_pool2d_backward", y, wrong, 6, 6, two, two, none, 2, False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_every_instruction_set(capability: str) -> None:
@@ -246,19 +216,6 @@ def test_every_instruction_set(capability: str) -> None:
     run = run_python("-m", "pytest", file, *tests, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stdout[-3000:]
     assert " passed" in run.stdout
-
-
-def test_number_of_threads_does_not_matter() -> None:
-    before = torch.get_num_threads()
-    x = torch.randn(3, 20, 65, 67)
-    runs = []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        y, codes = torch.ops.fusedtrain.max_pool2d(x, [3, 3], [2, 2], [1, 1], False, 4, False)
-        rest = (65, 67, [3, 3], [2, 2], [1, 1], 4, False)
-        runs.append((y, codes, torch.ops.fusedtrain.max_pool2d_backward(y, codes, *rest)))
-    torch.set_num_threads(before)
-    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

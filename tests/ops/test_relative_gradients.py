@@ -12,17 +12,12 @@ from torch import Tensor
 from fusedtrain import functional as F
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import POINTWISE
-from helpers.backends import BACKENDS, Kernels
+from helpers.backends import Kernels
 from helpers.observed import saved_by
 
 # Torch too computes these derivatives from an output that saturates: 1 - y is rounded off.
 SATURATING = ("sigmoid", "tanh", "softsign")
 HALVES = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return BACKENDS[request.param]()
 
 
 def finite(dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedtrain import functional as F
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import DTYPES, NAMES
-from helpers.backends import BACKENDS, Kernels
+from helpers.backends import Kernels
 
 TORCH = torch.nn.functional
 INF, NAN = math.inf, math.nan
@@ -46,11 +46,6 @@ def torchs(name: str, x: Tensor, grad: float, copies: int) -> Tensor:
         y = row.eager(leaf)
         gradients.append(torch.autograd.grad(y, leaf, torch.full_like(y, grad))[0][0])
     return torch.stack(gradients)
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return BACKENDS[request.param]()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -242,7 +242,7 @@ def test_the_folders_of_a_part_have_all_of_its_tests(tmp_path: Path) -> None:
     paths = [
         str(p.relative_to(ROOT))
         for p in sorted((ROOT / "tests").rglob("test_*.py"))
-        if re.search("cuda|triton|BACKENDS|_kernels", p.read_text())
+        if re.search("cuda|triton|BACKENDS|[kK]ernels", p.read_text())
     ]
     names = collected(tmp_path, *paths)
     for kind, folders in _gpu_parts.FOLDERS.items():

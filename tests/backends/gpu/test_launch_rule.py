@@ -19,13 +19,19 @@ from helpers import ROOT, TESTS, environment, launches, pretended_gpu
 from helpers.backends import BACKENDS, Kernels, placed
 from helpers.processes import run_python
 
-DRIVEN = re.compile(r"^@pytest.fixture\(params=(BACKENDS|\[.*\"cuda\"\])\)$", re.M)
+DRIVEN = re.compile(r"^@pytest.fixture\(params=\[.*\"cuda\"\]\)$", re.M)
+
+
+def _is_driven(path: Path) -> bool:
+    """Files of tests/ops share a fixture of all backends; others have their own."""
+    text = path.read_text()
+    return "ops: Kernels" in text if TESTS / "ops" in path.parents else bool(DRIVEN.search(text))
+
+
+# test_bad_gradients has a device of its own making.
+_OTHERS = (Path(__file__).name, "test_bad_gradients.py")
 KERNEL_TESTS = sorted(
-    path
-    for path in TESTS.rglob("test_*.py")
-    # test_bad_gradients has a device of its own making.
-    if path.name not in (Path(__file__).name, "test_bad_gradients.py")
-    and DRIVEN.search(path.read_text())
+    path for path in TESTS.rglob("test_*.py") if path.name not in _OTHERS and _is_driven(path)
 )
 
 # Cases, and how each ends; `ops` is the backend.

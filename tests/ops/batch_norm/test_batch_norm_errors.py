@@ -245,21 +245,8 @@ OPS = torch.ops.fusedtrain
     ],
 )  # fmt: skip
 def test_the_op_checks_what_it_is_given(change: dict[int, Any], words: str) -> None:
-    call = [
-        X,
-        None,
-        None,
-        torch.ones(4),
-        None,
-        torch.zeros(4),
-        torch.ones(4),
-        True,
-        0.1,
-        1e-5,
-        0,
-        0.0,
-        0.0,
-    ]
+    statistics = (torch.zeros(4), torch.ones(4))
+    call = [X, None, None, torch.ones(4), None, *statistics, True, 0.1, 1e-5, 0, 0.0, 0.0]
     for i, value in change.items():
         call[i] = value
     with pytest.raises(RuntimeError, match=words):

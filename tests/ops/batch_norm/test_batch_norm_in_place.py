@@ -13,18 +13,13 @@ import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain.ops import batch_norm_in_place as in_place
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels, same_bits
-from helpers.batch_norm import LAYOUTS, Case, kernels_of, last, wide_dtype
+from helpers.backends import Kernels, same_bits
+from helpers.batch_norm import LAYOUTS, Case, last, wide_dtype
 from helpers.launches import NO_ELEMENTS
 from helpers.observed import saved_bytes
 
 F32, F64, F16, BF16 = DTYPES
 SLOPES = {"identity": 1.0, "leaky_relu": 0.01}
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_of(request.param)
 
 
 def dense(x: Tensor) -> bool:
@@ -69,15 +64,6 @@ def test_kernels(ops: Kernels, kind: str) -> None:
         most = unit * (0.5 * (normal.abs() + shift) + 0.5 * original.double().abs() * invstd)
         wide = torch.finfo(wide_dtype(dtype)).eps
         assert (error <= 1.01 * most + 4 * wide * (normal.abs() + shift + 1)).all()
-
-
-@pytest.mark.launches_nothing("arguments are refused")
-def test_kernels_refuse_what_has_gaps(ops: Kernels) -> None:
-    x = torch.randn(2, 3, 8, device=ops.device)[..., ::2]
-    if not ops.kernel:
-        pytest.skip("not a case: plain torch takes tensors with gaps")
-    with pytest.raises(RuntimeError, match="input must be dense"):
-        ops("batch_norm_act_", x, None, None, None, None, True, 0.1, 1e-5, -1, 0.0, 0.0)
 
 
 @NO_ELEMENTS

@@ -13,19 +13,14 @@ import pytest
 import torch
 
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels, placed
-from helpers.batch_norm import FORMULAS, LAYOUTS, Case, check, close, forward, kernels_of, last
+from helpers.backends import Kernels, placed
+from helpers.batch_norm import FORMULAS, LAYOUTS, Case, check, close, forward, last
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 F32, F64, F16, BF16 = DTYPES
 # Backward takes: nothing, the output, the input.
 THREE = ("identity", "softplus", "silu")
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_of(request.param)
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -237,7 +237,7 @@ def test_stochastic_depth_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("the long way")
 
     x = torch.randn(4, 3, 5, 5)
-    monkeypatch.setattr(fnn.BatchNormAct2d, "_normalise", refuse)
+    monkeypatch.setattr(fnn.DropPath, "forward", refuse)
     fnn.BatchNormAct2d(3, drop_layer=lambda: fnn.DropPath(0.0))(x)
     norm = fnn.BatchNormAct2d(3, drop_layer=lambda: fnn.DropPath(0.5))
     norm(x)

@@ -16,19 +16,14 @@ from torch import Tensor
 from fusedtrain.reference import batch_norm as reference
 from fusedtrain.reference.pointwise import INDEX, Pointwise
 from helpers.activations import DTYPES
-from helpers.backends import BACKENDS, Kernels, placed, same_bits
-from helpers.batch_norm import Case, check, forward, kernels_of, last
+from helpers.backends import Kernels, placed, same_bits
+from helpers.batch_norm import Case, check, forward, last
 from helpers.launches import NO_ELEMENTS
 from helpers.processes import by_capability
 
 pytestmark = pytest.mark.usefixtures("memory_is_full_of_nan")
 
 F32, F64, F16, BF16 = DTYPES
-
-
-@pytest.fixture(params=BACKENDS)
-def ops(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_of(request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,7 +1,7 @@
 """Between two calls of a module anything may change: the next call must see the change.
 
-A usual call takes a short way, `usual` of ops/batch_norm.py. Each case calls a module and its stock
-twin twice, changes both alike, and compares the next two calls."""
+A usual call takes a short way through `run` of ops/batch_norm.py. Each case calls a module and its
+stock twin twice, changes both alike, and compares the next two calls."""
 
 from __future__ import annotations
 
@@ -427,17 +427,17 @@ def test_compile() -> None:
 
 def test_unusual_calls_take_no_short_way(monkeypatch: Any) -> None:
     """And usual ones do: the cases above would pass without it."""
-    usual, unusual = Mock(wraps=batch_norm.usual), Mock(wraps=batch_norm._unusual)
-    monkeypatch.setattr(batch_norm, "usual", usual)
+    run, unusual = Mock(wraps=batch_norm.run), Mock(wraps=batch_norm._unusual)
+    monkeypatch.setattr(batch_norm, "run", run)
     monkeypatch.setattr(batch_norm, "_unusual", unusual)
     norm = BatchNormAct2d(CHANNELS)
     for x in (*_inputs(), *_inputs(grad=False)):
         norm(x)
         norm.eval()
-    assert (usual.call_count, unusual.call_count) == (2, 0)
+    assert (run.call_count, unusual.call_count) == (2, 0)
     norm.train()
     with forward_ad.dual_level():
         norm(forward_ad.make_dual(_inputs()[0], torch.ones(4, CHANNELS, 2, 3)))
     assert unusual.call_count == 1
     norm.double()(_inputs()[0].double())
-    assert (usual.call_count, unusual.call_count) == (4, 1)
+    assert (run.call_count, unusual.call_count) == (4, 1)
