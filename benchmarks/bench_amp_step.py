@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Prepare, Race
+from benchmarks.harness.race import Prepare, Race, admit, refuse_the_reference
 from benchmarks.harness.rows import medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
 from benchmarks.harness.steps import import_module

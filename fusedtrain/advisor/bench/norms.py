@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..._text import shape_text
 from ...nn import BatchNormAct2d, BatchNormAddAct
-from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Options, match_of
 from .clock import Call
 from .gate import NotTheJob, Tolerance, agrees, same_kind
 
@@ -200,12 +200,8 @@ def entries(options: Options) -> Iterator[Entry]:
     for op in STANDARD[1:2] if options.quick else STANDARD:
         for layout in LAYOUTS:
             for part in PASSES[options.quick :]:
-                make = partial(_match, options, op, part, shape, layout)
+                make = partial(match_of, part, contest, options, op, shape, layout)
                 yield Entry("norm", op, part, shape_text(shape), make, layout)
-
-
-def _match(options: Options, name: str, part: str, shape: tuple[int, ...], layout: str) -> Match:
-    return contest(options, name, shape, layout).match(part)
 
 
 def contest(
