@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.experiments.experiment import Settings
-from benchmarks.harness.steps import import_module
+from benchmarks.harness.networks import import_module
 
 
 def random_batch(

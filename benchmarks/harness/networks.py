@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.harness.cases import LAYOUTS
-from benchmarks.harness.steps import import_module
 from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench.gate import NetworkGate, Results
 
@@ -77,6 +78,27 @@ class NetworkCase:
     def __str__(self) -> str:
         parts = map(str, vars(self.setup).values())
         return "-".join(part.replace(" ", "_") for part in parts)
+
+
+_declared: list[torch.library.Library] = []
+
+
+@cache
+def import_module(name: str) -> ModuleType:
+    """The module; timm's and torchvision's also where torchvision's C++ part does not fit torch.
+
+    Imported (by timm, too), torchvision registers fake kernels for operators of its C++ part.
+    """
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    _declared.append(library)  # the names vanish with the object
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module(name)
 
 
 def build(setup: Setup, device: str) -> nn.Module:

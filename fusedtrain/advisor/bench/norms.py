@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..._text import shape_text
 from ...nn import BatchNormAct2d, BatchNormAddAct
+from . import clock
 from ._match import COMPILE, LAYOUTS, Contest, Entry, Options, match_of
 from .clock import Call
 from .gate import NotTheJob, Tolerance, agrees, same_kind
@@ -114,10 +115,8 @@ def eager(op: NormOp, channels: int, device: str) -> Contestant:
 
 def compiled(op: NormOp, channels: int, device: str) -> Contestant:
     """torch.compile of that; it compiles at its first call."""
-    # Dynamo keeps at most 8 variants of one function; rows must not meet that limit.
-    torch.compiler.reset()
     stock = eager(op, channels, device)
-    return Contestant(stock.norm, torch.compile(stock.function, fullgraph=True, dynamic=False))
+    return Contestant(stock.norm, clock.compiled(stock.function))
 
 
 CONTESTANTS: Makers = {"fusedtrain": ours, "eager": eager, "compile": compiled}
