@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Prepare, Race
+from benchmarks.harness.networks import import_module
+from benchmarks.harness.race import Prepare, Race, admit, refuse_the_reference
 from benchmarks.harness.rows import medians
 from benchmarks.harness.shapes import MODELS, Shape, shapes
-from benchmarks.harness.steps import import_module
 from fusedtrain.advisor.bench import amp_step, copies_of, steps
 from fusedtrain.advisor.bench.amp_step import copied
 from fusedtrain.advisor.bench.clock import Call

@@ -12,16 +12,15 @@ from functools import cache, lru_cache
 import torch
 
 from benchmarks.harness import apex
-from benchmarks.harness.apex import JOBS, OWN, RULES, Data
+from benchmarks.harness.apex import JOBS, Data
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.race import Race
+from benchmarks.harness.race import Race, admit, refuse_the_reference
 from benchmarks.harness.rows import medians
 from benchmarks.harness.shapes import count, shapes
 from fusedtrain.advisor.bench import copies_of
 from fusedtrain.advisor.bench.amp_step import copied
 from fusedtrain.advisor.bench.clock import Call
-from fusedtrain.advisor.bench.steps import LR
+from fusedtrain.advisor.bench.steps import LR, OWN
 from fusedtrain.apex.amp._functions import switch_autocast
 
 FAMILY = "apex"
@@ -65,10 +64,9 @@ def _entrants(level: str, rule: str, job: str, device: str) -> list[str]:
     """Contestants to be timed: they passed the gate, and both of ours must."""
 
     def gate(who: str, name: str) -> None:
-        data, rules = apex.gate_data(device), RULES[rule]
-        options = {"lr": rules.gate_lr, "weight_decay": apex.DECAY}
-        entrant = apex.contestant(name, level, rules, job, data, **options)
-        apex.check(entrant, rules, job, data)
+        data, lr = apex.gate_data(device), apex.rule_of(rule).gate_lr
+        entrant = apex.contestant(name, level, rule, job, data, lr=lr, weight_decay=apex.DECAY)
+        apex.check(entrant, rule, job, data)
 
     names = {who: who for who in apex.contestants(level, job)}
     where = f"{level}+{rule} {job} on {device}"
@@ -91,8 +89,7 @@ def _race(
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Samples, of one call each, and how much a call launches or dispatches."""
     by_name = {
-        who: apex.contestant(who, case.level, RULES[case.rule], case.job, data, lr=LR)
-        for who in entrants
+        who: apex.contestant(who, case.level, case.rule, case.job, data, lr=LR) for who in entrants
     }
     calls = {**{who: c.call for who, c in by_name.items()}, **others}
 
@@ -121,7 +118,7 @@ def test_apex(race: Race, case: Case) -> None:
     if race.is_off:
         return
     of = shapes(case.model)
-    moved = apex.bytes_moved(case.level, RULES[case.rule], of)
+    moved = apex.bytes_moved(case.level, case.rule, of)
     source = copied(moved, device)
     copy = copies_of(source, in_place=True)
     samples, counts = _race(race, case, entrants, _tensors(case.model, device), copy)

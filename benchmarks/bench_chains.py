@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness.cases import LAYOUTS, Case, Options, dtype_name, joined
+from benchmarks.harness.cases import LAYOUTS, Case, Options, dtype_name, grid, joined
 from benchmarks.harness.race import Race
 from fusedtrain.advisor.bench.chains import CHAINS, PASSES, contest
 
@@ -18,40 +18,28 @@ FIRST_OPS = (
 )  # fmt: skip
 
 
-def _row(
-    op: str, numel: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
-) -> Case:
+def _row(numel: int, dtype: torch.dtype, op: str, layout: str, part: str) -> Case:
     name = joined(op, part, dtype_name(dtype), layout, f"2^{numel.bit_length() - 1}")
     shape = CHAINS[op].shapes_for(numel)[0]
-    arguments = (op, numel, layout)
-    return Case(
-        name, op, part, dtype, shape, contest, arguments, layout=layout, compiled=compiled
-    )  # fmt: skip
+    return Case(name, op, part, dtype, shape, contest, (op, numel, layout), layout=layout)
 
 
 FIRST = [
-    _row(op, 2**26, torch.bfloat16, "channels_last" if CHAINS[op].image else "", PASSES[1])
+    _row(2**26, torch.bfloat16, op, "channels_last" if CHAINS[op].image else "", PASSES[1])
     for op in FIRST_OPS
 ]
 
 
 def select(options: Options) -> list[Case]:
-    """The cases of a run. torch.compile takes part in forward+backward of the first dtype, at the
-    larger size; --full has it everywhere."""
-    if options.models:
-        return []
-    dtypes, sizes = DTYPES[options.device], SIZES[options.device]
-    cases = []
-    for size in (QUICK_SIZE,) if options.quick else sizes:
-        for dtype in dtypes[:1] if options.quick else dtypes:
-            for op, chain in CHAINS.items():
-                for layout in LAYOUTS if chain.image else ("",):
-                    for part in PASSES:
-                        common = part == PASSES[1] and dtype == dtypes[0]
-                        rival = options.full or (common and size == sizes[-1])
-                        compiled = options.compiled and rival
-                        cases.append(_row(op, size, dtype, layout, part, compiled))
-    return [case for case in cases if options.wants(case.op)]
+    """The cases of a run."""
+    sizes = (QUICK_SIZE,) if options.quick else SIZES[options.device]
+    choices = [
+        (op, layout, part)
+        for op, chain in CHAINS.items()
+        for layout in (LAYOUTS if chain.image else ("",))
+        for part in PASSES
+    ]
+    return grid(options, _row, sizes, DTYPES[options.device], choices, rivalled=PASSES[1:])
 
 
 def test_chain(race: Race, case: Case) -> None:

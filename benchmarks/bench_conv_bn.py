@@ -7,17 +7,15 @@ one test, each with a copy of the same network.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.harness import networks
 from benchmarks.harness.cases import LAYOUTS, Options
-from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.networks import Contestant, NetworkCase as Case, Setup
-from benchmarks.harness.race import Race, in_graph
+from benchmarks.harness.race import Race, admit, in_graph, refuse_the_reference
 
 FAMILY = "conv_bn"
 # Networks of which depthwise convolutions are a large part.
@@ -78,14 +76,9 @@ def select(options: Options) -> list[Case]:
     ]
 
 
-@lru_cache(maxsize=1)
-def _stock(setup: Setup, device: str) -> nn.Module:
-    return networks.build(setup, device)
-
-
 def _entrants(case: Case, device: str) -> tuple[dict[str, Contestant], dict[str, float]]:
     """Contestants to be timed, and the errors of ours, which must pass the gate."""
-    setup, stock = case.setup, _stock(case.setup, device)
+    setup, stock = case.setup, networks.stock_of(case.setup, device)
     gate = networks.Gate(stock, setup, device, whole=case.compiled)
     names = ("eager", "fusedtrain", *["compile"] * case.compiled)
     contestants = {who: networks.contestant(who, setup, stock) for who in names}
@@ -107,7 +100,7 @@ def test_conv_bn(race: Race, case: Case) -> None:
     with torch._inductor.config.patch(freezing=setup.job == "inference"):
         try:
             entrants, errors = _entrants(case, race.device)
-        except (ImportError, networks.Missing) as error:
+        except ImportError as error:
             pytest.skip(f"{case}: {error}")
     if race.is_off:
         return

@@ -16,6 +16,7 @@ from benchmarks.harness.cases import (
     Options,
     Work,
     dtype_name,
+    grid,
     joined,
 )
 from benchmarks.harness.race import Race
@@ -60,37 +61,28 @@ def _contest(work: Work, layer: Layer, batch: int, layout: str) -> Contest:
     return contest(work, layer, batch, layout, CUDA_GATE)
 
 
-def _row(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
-) -> Case:
+def _row(batch: int, dtype: torch.dtype, layer: Layer, layout: str, part: str) -> Case:
     shape = (batch, layer.channels, *[layer.side] * layer.dims)
     window = f"k{layer.kernel}s{layer.stride}"
     return Case(
         joined(window, part, dtype_name(dtype), layout, shape_text(shape)), OP, part, dtype, shape,
-        _contest, (layer, batch, layout), layer.name, layout, compiled=compiled,
+        _contest, (layer, batch, layout), layer.name, layout,
     )  # fmt: skip
 
 
-FIRST = [_row(Layer(144, 56, 3), 256, torch.bfloat16, name, PASSES[2]) for name in LAYOUTS]
+FIRST = [_row(256, torch.bfloat16, Layer(144, 56, 3), name, PASSES[2]) for name in LAYOUTS]
 
 
 def select(options: Options) -> list[Case]:
-    """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
-    --full has it everywhere."""
-    if not options.wants(OP) or options.models:
-        return []
-    dtypes = DTYPES[options.device]
-    compiled = options.compiled and not options.quick
-    return [
-        _row(
-            layer, BATCH[options.device], dtype, layout, part,
-            compiled and (options.full or dtype == dtypes[0]),
-        )
-        for dtype in (dtypes[:1] if options.quick else dtypes)
-        for layer in (QUICK if options.quick else LAYERS)
+    """The cases of a run; those of a layer together."""
+    layers = QUICK if options.quick else LAYERS
+    choices = [
+        (layer, layout, part)
+        for layer in layers
         for layout in (LAYOUTS if layer.dims == 2 else ("contiguous",))
         for part in PASSES
-    ]  # fmt: skip
+    ]
+    return grid(options, _row, (BATCH[options.device],), DTYPES[options.device], choices)
 
 
 def test_depthwise(race: Race, case: Case) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import fusedtrain.functional as F
-from benchmarks.harness.cases import PASSES, Case, Options, Work, dtype_name, joined
+from benchmarks.harness.cases import PASSES, Case, Options, Work, dtype_name, grid, joined
 from benchmarks.harness.race import Race
 from fusedtrain._graph.kept import kept_bytes
 from fusedtrain.advisor.bench import COMPILE, OURS, Contest, call_of, duel
@@ -40,37 +40,18 @@ GATE = 2**19  # elements that the gate looks at
 BIAS = 0.005  # of the mean derivative: 4 times the noise that q2 leaves in 2^16 elements
 
 
-def _row(
-    op: str, save: str, numel: int, dtype: torch.dtype, part: str, compiled: bool = False
-) -> Case:
+def _row(numel: int, dtype: torch.dtype, op: str, save: str, part: str) -> Case:
     name = joined(op, save, part, dtype_name(dtype), f"2^{numel.bit_length() - 1}")
-    arguments = (op, save, numel)
-    return Case(
-        name, op, part, dtype, (numel,), contest, arguments, f"{op} {save}", compiled=compiled,
-        kept=True,
-    )  # fmt: skip
+    arguments, label = (op, save, numel), f"{op} {save}"
+    return Case(name, op, part, dtype, (numel,), contest, arguments, label, kept=True)
 
 
 def select(options: Options) -> list[Case]:
-    """The cases of a run; those of an activation together. torch.compile takes part in the first
-    dtype, at the larger size; --full has it everywhere."""
-    if options.models:
-        return []
-    dtypes = DTYPES[options.device]
+    """The cases of a run; those of an activation together."""
     saves = QUICK_SAVES if options.quick and not options.ops else SAVES
-    cases = []
-    for numel in (QUICK_SIZE,) if options.quick else SIZES:
-        for dtype in dtypes[:1] if options.quick else dtypes:
-            rival = options.full or (dtype == dtypes[0] and numel == SIZES[-1])
-            compiled = options.compiled and not options.quick and rival
-            cases += [
-                _row(op, save, numel, dtype, part, compiled)
-                for op in saves
-                if options.wants(op)
-                for save in saves[op]
-                for part in PASSES
-            ]
-    return cases
+    choices = [(op, save, part) for op in saves for save in saves[op] for part in PASSES]
+    sizes = (QUICK_SIZE,) if options.quick else SIZES
+    return grid(options, _row, sizes, DTYPES[options.device], choices)
 
 
 def stated_error(op: str, save: str) -> tuple[float, float]:
@@ -149,7 +130,7 @@ def contest(work: Work, op: str, save: str, numel: int) -> Contest:
     return Contest(functions, gate, exact.call, moved, x)
 
 
-FIRST = [_row("gelu", "q4", 2**27, torch.bfloat16, name) for name in PASSES[:2]]
+FIRST = [_row(2**27, torch.bfloat16, "gelu", "q4", name) for name in PASSES[:2]]
 
 
 def test_few_bit(race: Race, case: Case) -> None:

@@ -8,22 +8,17 @@ allocator. Rivals take turns within one test.
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as T
-from torch import nn
 
 import fusedtrain
 from benchmarks.harness import networks
 from benchmarks.harness.cases import Options
-from benchmarks.harness.guards import admit, refuse_the_reference
-from benchmarks.harness.memory import bytes_of_step
+from benchmarks.harness.memory import bytes_of_step, step_of
 from benchmarks.harness.networks import NetworkCase, Setup
-from benchmarks.harness.race import Race
-from fusedtrain.advisor.bench.clock import Call
+from benchmarks.harness.race import Race, admit, refuse_the_reference
 from fusedtrain.planning import _batches
 
 FAMILY = "memory"
@@ -61,21 +56,17 @@ def select(options: Options) -> list[Case]:
     ]
 
 
-@lru_cache(maxsize=1)
-def _stock(setup: Setup, device: str) -> nn.Module:
-    return networks.build(setup, device)
-
-
 def contestants(setup: Setup, device: str, compiled: bool) -> dict[str, Any]:
     """Copies of one network. fusedtrain's two differ in nothing but what they keep."""
-    models: dict[str, Any] = {"eager": copy.deepcopy(_stock(setup, device))}
+    stock = networks.stock_of(setup, device)
+    models: dict[str, Any] = {"eager": copy.deepcopy(stock)}
     for who, memory in (("store", "store"), ("fusedtrain", "recompute")):
-        models[who] = copy.deepcopy(_stock(setup, device))
+        models[who] = copy.deepcopy(stock)
         fusedtrain.convert(models[who], memory="recompute")
         fusedtrain.convert(models[who], memory=memory)
     if compiled:
         torch.compiler.reset()
-        models["compile"] = torch.compile(copy.deepcopy(_stock(setup, device)), dynamic=False)
+        models["compile"] = torch.compile(copy.deepcopy(stock), dynamic=False)
     return models
 
 
@@ -94,19 +85,6 @@ def largest(model: Any, setup: Setup, device: str, limit: int) -> int:
     return _batches.largest(fits, most, _batches.doubling(setup.batch, most))
 
 
-def _calls(models: dict[str, Any], setup: Setup, device: str) -> dict[str, Call]:
-    images, labels = networks.batch_of(setup, device)
-
-    def call(model: Any) -> Call:
-        def step() -> None:
-            model.zero_grad()
-            T.cross_entropy(model(images), labels).backward()
-
-        return step
-
-    return {who: call(model) for who, model in models.items()}
-
-
 def test_memory(race: Race, case: Case) -> None:
     """One row of the results."""
     setup, device = case.setup, race.device
@@ -115,7 +93,7 @@ def test_memory(race: Race, case: Case) -> None:
         models = contestants(setup, device, case.compiled)
     except ImportError as error:
         pytest.skip(f"{case}: {error}")
-    gate = networks.Gate(_stock(setup, device), setup, device, whole=case.compiled)
+    gate = networks.Gate(networks.stock_of(setup, device), setup, device, whole=case.compiled)
     models = admit(models, gate.check, f"{case} on {device}", ours=OURS)
     if race.is_off:
         return
@@ -123,11 +101,12 @@ def test_memory(race: Race, case: Case) -> None:
     for who, model in models.items():
         bytes_of(model, setup, device, min(2, setup.batch))  # what is made at the first call
         peak[who], kept[who] = bytes_of(model, setup, device)
+    batch = networks.batch_of(setup, device)
     for who in OURS:
         fits[who] = largest(models[who], setup, device, peak["eager"])
     race.finish(
         FAMILY,
-        race.samples(_calls(models, setup, device)),
+        race.samples({who: step_of(model, *batch) for who, model in models.items()}),
         model=setup.model,
         batch=setup.batch,
         pixels=setup.pixels,

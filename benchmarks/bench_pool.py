@@ -18,6 +18,7 @@ from benchmarks.harness.cases import (
     Options,
     Work,
     dtype_name,
+    grid,
     joined,
 )
 from benchmarks.harness.race import Race
@@ -110,37 +111,23 @@ def contest(work: Work, layer: Layer, batch: int, layout: str) -> Contest:
     return Contest(duel(work, layer.ours, layer.eager), gate, call, moved, x)
 
 
-def _row(
-    layer: Layer, batch: int, dtype: torch.dtype, layout: str, part: str, compiled: bool = False
-) -> Case:
+def _row(batch: int, dtype: torch.dtype, layer: Layer, layout: str, part: str) -> Case:
     shape = (batch, layer.channels, layer.side, layer.side)
     window = f"{layer.kernel}x{layer.kernel}s{layer.stride}"
     return Case(
         joined(window, part, dtype_name(dtype), layout, shape_text(shape)), OP, part, dtype, shape,
-        contest, (layer, batch, layout), layer.name, layout, compiled=compiled, kept=True,
+        contest, (layer, batch, layout), layer.name, layout, kept=True,
     )  # fmt: skip
 
 
-FIRST = [_row(LAYERS[0], 128, torch.bfloat16, name, PASSES[2]) for name in LAYOUTS]
+FIRST = [_row(128, torch.bfloat16, LAYERS[0], name, PASSES[2]) for name in LAYOUTS]
 
 
 def select(options: Options) -> list[Case]:
-    """The cases of a run; those of a layer together. torch.compile takes part in the first dtype;
-    --full has it everywhere."""
-    if not options.wants(OP) or options.models:
-        return []
-    dtypes = DTYPES[options.device]
-    compiled = options.compiled and not options.quick
-    return [
-        _row(
-            layer, BATCH[options.device], dtype, layout, part,
-            compiled and (options.full or dtype == dtypes[0]),
-        )
-        for dtype in (dtypes[:1] if options.quick else dtypes)
-        for layer in (QUICK if options.quick else LAYERS)
-        for layout in LAYOUTS
-        for part in PASSES
-    ]  # fmt: skip
+    """The cases of a run; those of a layer together."""
+    layers = QUICK if options.quick else LAYERS
+    choices = [(layer, layout, part) for layer in layers for layout in LAYOUTS for part in PASSES]
+    return grid(options, _row, (BATCH[options.device],), DTYPES[options.device], choices)
 
 
 def test_pool(race: Race, case: Case) -> None:

@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.harness.clock import ALLOCATORS
+from benchmarks.harness.rows import ALLOCATORS
 from benchmarks.harness.store import COMPLETE, FAMILIES, put
 from fusedtrain.advisor.bench.clock import device_slug
 
 ROOT = Path(__file__).resolve().parent.parent
-# The others are measured with memory that is "kept", unless --user-allocator (clock.ALLOCATORS).
+# The others are measured with memory that is "kept", unless --user-allocator (rows.ALLOCATORS).
 BOUNDED = ("activations", "amp_step", "apex")
 USAGE_ERROR, NOTHING_TO_RUN = 4, 5  # pytest's exit codes
 

@@ -16,7 +16,7 @@ from _devices import GPUS
 from _gpu_numbers import first_rows
 from _gpu_parts import OPTIONS, find
 from benchmarks.experiments import NAMES
-from benchmarks.experiments.command import INTERRUPTED, main
+from benchmarks.experiments.__main__ import INTERRUPTED, main
 from fusedtrain.advisor.bench.clock import cuda_clock, device_slug
 
 COPIED = 1 << 31  # bytes

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Row, Settings, peak_mb, require, timed
-from benchmarks.experiments.models import random_batch, small_resnet
+from benchmarks.experiments.models import gradient_of, random_batch, small_resnet
+from benchmarks.harness.memory import step_of
 
 MICRO = (1, 4, 16)  # micro-batches a batch
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -40,20 +41,9 @@ def difference(
                 module.eval()
         # 128 images are enough: float64 is slow on many GPUs.
         accumulate(network, images[:128].double(), labels[:128], parts)
-        gradients.append(torch.cat([p.grad.flatten() for p in network.parameters()]))  # type: ignore[union-attr]
+        gradients.append(gradient_of(network))
     whole, accumulated = gradients
     return float((accumulated - whole).norm() / whole.norm())
-
-
-def _peak_alone(model: nn.Module, images: Tensor, labels: Tensor, settings: Settings) -> float:
-    """MB of one micro-batch's forward and backward."""
-
-    def step() -> None:
-        F.cross_entropy(model(images), labels).backward()
-        model.zero_grad()
-
-    step()
-    return peak_mb(step, settings)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -64,7 +54,10 @@ def rows(settings: Settings) -> Iterator[Row]:
     off: dict[int, dict[str, float]] = {1: {}}
     for micro in MICRO[1:]:
         part = images.chunk(micro)[0], labels.chunk(micro)[0]
-        peak = _peak_alone(copy.deepcopy(model), *part, settings)
+        alone = copy.deepcopy(model)
+        step_of(alone, *part)()
+        alone.zero_grad()
+        peak = peak_mb(step_of(alone, *part), settings)
         label = f"one micro-batch alone (1/{micro} of the batch)"
         yield Row(label, {"peak MB": peak, "MB of gradients": gradients})
         frozen, norm = (difference(model, images, labels, micro, frozen=f) for f in (True, False))

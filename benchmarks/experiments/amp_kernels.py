@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.experiments.experiment import Row, Settings
+from benchmarks.experiments.models import gradient_of
 from benchmarks.experiments.training import LOSS_SCALE, Job, Maker, autocast, fresh_step, full
 from fusedtrain import profile
 from fusedtrain.advisor.profiling import top_operators
@@ -109,8 +110,7 @@ def _gradient(settings: Settings, dtype: torch.dtype | None, scale: float) -> Te
     with torch.autocast(settings.device, dtype or BF16, enabled=dtype is not None):
         loss = F.cross_entropy(model(images), labels)
     (loss * scale).backward()
-    parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(parts) / scale
+    return gradient_of(model) / scale
 
 
 def lost(gradient: Tensor, exact: Tensor) -> float:

@@ -6,7 +6,7 @@ Each block is checkpointed; gradients are compared in float64.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
 from benchmarks.experiments.experiment import Numbers, Row, Settings, require, timed
-from benchmarks.experiments.models import Block, random_batch
-from benchmarks.harness.memory import bytes_of_step
+from benchmarks.experiments.models import Block, gradient_of, random_batch
+from benchmarks.harness.memory import bytes_of_step, step_of
 
 EAGER, CHECKPOINT, FORWARD = "everything kept", "torch.utils.checkpoint", "forward alone"
 STORE, RECOMPUTE = "fusedtrain, store", "fusedtrain, recompute"
@@ -48,21 +48,11 @@ def models(channels: int, blocks: int, settings: Settings) -> dict[str, nn.Modul
     return {**made}
 
 
-def _step_of(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], None]:
-    """Forward and backward; the optimizer is the same for all."""
-
-    def step() -> None:
-        model.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-
-    return step
-
-
 def _gradient_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """All gradients in one row, computed in float64: no rounding takes a ReLU over its edge."""
+    """All gradients, computed in float64: no rounding takes a ReLU over its edge."""
     wide = copy.deepcopy(model).double()
-    _step_of(wide, images.double(), labels)()
-    return torch.cat([p.grad.flatten() for p in wide.parameters() if p.grad is not None])
+    step_of(wide, images.double(), labels)()
+    return gradient_of(wide)
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -81,7 +71,7 @@ def rows(settings: Settings) -> Iterator[Row]:
             "gradient differs, 1e-9": 1e9 * require(f"gradients of {who}", float(off), SAME),
         }
         model.zero_grad()
-    calls = {who: _step_of(model, images, labels) for who, model in contestants.items()}
+    calls = {who: step_of(model, images, labels) for who, model in contestants.items()}
     forward = {FORWARD: lambda: F.cross_entropy(contestants[EAGER](images), labels)}
     times = timed({**calls, **forward}, settings, 30, 15.0)
     for who in (*contestants, FORWARD):

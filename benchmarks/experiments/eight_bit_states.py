@@ -18,9 +18,15 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.experiments.experiment import Row, Settings
-from benchmarks.experiments.images import DEBIAN, RealImages, real_images
 from benchmarks.experiments.large_batch import accuracy, batches
-from benchmarks.experiments.models import SmallViT, cifar_resnet, decayed_groups
+from benchmarks.experiments.models import (
+    DEBIAN,
+    RealImages,
+    SmallViT,
+    cifar_resnet,
+    decayed_groups,
+    real_images,
+)
 
 DIGITS, FASHION = "digits", "Fashion-MNIST"
 PIXELS = {DIGITS: 8, FASHION: 12}

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import signal
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass
@@ -15,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 
 from benchmarks.harness.memory import most_allocated
+from fusedtrain.advisor.bench import CLOCKS
 from fusedtrain.advisor.bench.clock import (
     Call,
     Clock,
     Effort,
-    cpu_clock,
     interleave,
     median_interval,
 )
@@ -108,7 +107,7 @@ def timed(
     clock: Clock | None = None,
 ) -> Timed:
     """Contestants take turns, so that noise of the machine cancels in the ratios of a round."""
-    clock = clock or (_synchronised if settings.device == "cuda" else cpu_clock)
+    clock = clock or CLOCKS[settings.device]
     effort = Effort(8, rounds, seconds, sample_ns)
     samples = interleave(calls, clock, Effort(2, 2, 0.0, 0.0) if settings.quick else effort)
     return Timed({label: [ns * 1e-9 for ns in values] for label, values in samples.items()})
@@ -118,16 +117,6 @@ def synchronise(settings: Settings) -> None:
     """Waits for a GPU."""
     if settings.device == "cuda":
         torch.cuda.synchronize()
-
-
-def _synchronised(call: Call, calls: int) -> float:
-    """Nanoseconds per call from the first line of the host to the end of the GPU's work."""
-    torch.cuda.synchronize()
-    start = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    torch.cuda.synchronize()
-    return (time.perf_counter_ns() - start) / calls
 
 
 def peak_mb(call: Callable[[], Any], settings: Settings) -> float:

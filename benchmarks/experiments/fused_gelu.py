@@ -14,6 +14,7 @@ from torch import Tensor
 import fusedtrain.functional as F
 from benchmarks.experiments.experiment import Row, Settings, timed
 from benchmarks.harness.race import count_launches, count_ops
+from fusedtrain.advisor.bench import call_of
 from fusedtrain.advisor.bench.activations import check
 from fusedtrain.advisor.bench.clock import Call, Function, compiled
 
@@ -34,17 +35,6 @@ MAKERS: Mapping[str, Callable[[], Function]] = {
     "torch's gelu": lambda: T.gelu,
     "fusedtrain's gelu": lambda: F.gelu,
 }
-
-
-def _call_of(function: Function, part: str, x: Tensor, gradient: Tensor) -> Call:
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return function(x)
-
-    leaf = x.detach().requires_grad_()
-    if part == PARTS[0]:
-        return forward
-    return lambda: torch.autograd.grad(function(leaf), leaf, gradient)
 
 
 def contestants(
@@ -82,7 +72,7 @@ def rows(settings: Settings) -> Iterator[Row]:
     x, gradient = (torch.randn(elements, generator=generator).to(settings.device) for _ in range(2))
     functions, left_out = contestants(settings, x, gradient)
     for part in PARTS:
-        calls = {who: _call_of(functions[who], part, x, gradient) for who in functions}
+        calls = {who: call_of(f, part, [x], gradient) for who, f in functions.items()}
         times = timed(calls, settings, 40, 6.0, 5e6)
         for who, call in calls.items():
             numbers = {"ms": 1e3 * times.seconds(who), **_kernels(who, call, settings)}

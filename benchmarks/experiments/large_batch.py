@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 
 import fusedtrain
 from benchmarks.experiments.experiment import Row, Settings
-from benchmarks.experiments.images import RealImages, real_images
-from benchmarks.experiments.models import decayed_groups, small_resnet
+from benchmarks.experiments.models import RealImages, decayed_groups, real_images, small_resnet
 
 FACTORS = (0.25, 1.0, 4.0)  # of each optimizer's rate: the grid
 WARM_UP = 0.2  # of all steps

@@ -135,18 +135,6 @@ def fused_masters(model: nn.Module, settings: Settings) -> Step:
     )
 
 
-def whole_training(job: Job, make: Maker, settings: Settings) -> Callable[[], object]:
-    """Two steps from nothing: all that training needs is allocated within this call."""
-
-    def train() -> object:
-        step = fresh_step(job, make, settings)
-        step()
-        step()
-        return step
-
-    return train
-
-
 def fresh_step(job: Job, make: Maker, settings: Settings) -> Callable[[], Any]:
     """A step of a network of its own, on one batch."""
     images, labels = job.data(settings)

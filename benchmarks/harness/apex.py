@@ -17,45 +17,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import fusedtrain
 from benchmarks.harness.shapes import Shape
+from fusedtrain.advisor.bench import steps
 from fusedtrain.advisor.bench.amp_step import GATE_SCALE, GATE_STEPS, exact_steps, small_tensors
 from fusedtrain.advisor.bench.gate import NotTheJob, Tolerance, agrees
-from fusedtrain.advisor.bench.steps import MAX_NORM, NEVER
+from fusedtrain.advisor.bench.steps import KINDS, MAX_NORM, OWN, Kind, bytes_per_parameter
 from fusedtrain.apex import amp
 from fusedtrain.apex.amp._functions import switch_autocast
 from fusedtrain.apex.optimizers import FusedAdam, FusedSGD
 
 SCALE = 2.0**16  # where amp starts
 JOBS = {"step": "scale_loss and step", "clip": "and clip_grad_norm_ of the master parameters"}
-# fusedtrain's own step, without Apex's calls; with the clipping inside it.
-OWN, INSIDE = "own", "max_grad_norm"
+INSIDE = "max_grad_norm"  # `OWN` with the clipping inside it
 # "masters": float16 parameters behind float32 copies, by hand.
 RIVALS = ("fused", "foreach", "masters")
+HALF = Kind(torch.float16, master=True)
+# Apex's classes, and the names of their rules in `steps.RULES`.
+RULES: Mapping[str, tuple[Any, str]] = {
+    "FusedSGD": (FusedSGD, "sgd"),
+    "FusedAdam": (FusedAdam, "adamw"),
+}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """An optimizer in its three forms, which take the same options."""
-
-    apex: Any
-    ours: Any
-    theirs: Any
-    options: Mapping[str, Any]
-    states: int  # tensors as large as the parameters
-    gate_lr: float  # moves a weight by about a tenth in one step
-
-
-RULES = {
-    "FusedSGD": Rule(
-        FusedSGD, fusedtrain.optim.SGD, torch.optim.SGD,
-        {"momentum": 0.9, "weight_decay": 1e-4}, 1, 0.1,
-    ),
-    "FusedAdam": Rule(
-        FusedAdam, fusedtrain.optim.AdamW, torch.optim.AdamW,
-        {"weight_decay": 1e-2}, 2, 0.1,
-    ),
-}  # fmt: skip
+def rule_of(name: str) -> steps.Rule:
+    """The rule of one of Apex's classes."""
+    return steps.RULES[RULES[name][1]]
 
 
 def norm_places(shapes: Sequence[Shape]) -> list[bool]:
@@ -67,17 +53,14 @@ def norm_places(shapes: Sequence[Shape]) -> list[bool]:
     return norms
 
 
-def bytes_moved(level: str, rule: Rule, shapes: Sequence[Shape]) -> int:
-    """Bytes that the step must read and write at least, with clipping too.
-
-    Gradients are read twice (a non-finite one, or the norm, must be known before the first write);
-    float32 weights and states are read and written; float16 parameters are written besides.
-    """
-    total = 0
-    for shape, norm in zip(shapes, norm_places(shapes), strict=True):
-        half = level == "O2" and not norm
-        total += prod(shape) * (2 * (2 if half else 4) + 8 + 8 * rule.states + 2 * half)
-    return total
+def bytes_moved(level: str, rule: str, shapes: Sequence[Shape]) -> int:
+    """Bytes that the step must read and write at least, with clipping too: see
+    ``bytes_per_parameter``. Batch norms are float32 in both levels."""
+    kinds = (
+        HALF if level == "O2" and not norm else KINDS["float32"] for norm in norm_places(shapes)
+    )
+    pairs = zip(shapes, kinds, strict=True)
+    return sum(prod(s) * bytes_per_parameter(RULES[rule][1], "clip", kind) for s, kind in pairs)
 
 
 class _Weight(nn.Module):
@@ -156,23 +139,43 @@ def contestants(level: str, job: str) -> list[str]:
 
 
 def contestant(
-    who: str, level: str, rule: Rule, job: str, data: Data, *, lr: float, **options: Any
+    who: str, level: str, rule: str, job: str, data: Data, *, lr: float, **options: Any
 ) -> Contestant:
     """One of `contestants`; ``options`` are put over the rule's."""
-    options = {**rule.options, **options, "lr": lr}
+    options = {**rule_of(rule).options, **options}
     if who == "fusedtrain":
-        return _through_amp(level, rule, job, data, options)
-    if who in (OWN, INSIDE):
-        return _fused(level, rule, job, data, options, inside=who == INSIDE)
-    return _torchs(who, rule, job, data, options)
+        return _through_amp(level, rule, job, data, {**options, "lr": lr})
+    level = level if who in (OWN, INSIDE, "masters") else "O1"  # the others step float32
+    grads, kept = data.start(level)
+    params = steps.parameters(data.low(level, data.values), grads)
+    variant = {INSIDE: "fusedtrain", "masters": "foreach"}.get(who, who)
+    job = "check" if job == "step" else "clip"
+    kind = HALF if level == "O2" else KINDS["float32"]
+    one = steps.contestant(
+        variant, RULES[rule][1], job, kind, params, lr=lr, scale=data.scale, options=options
+    )
+    handed = [(p, p.grad) for p in (*params, *one.stepped)]
+    loss = torch.ones((), device=data.device)
+
+    def call() -> None:
+        one.scaler.scale(loss)
+        for p, grad in handed:  # as backward leaves them: it knows nothing of Python's `.grad`
+            p.grad = grad
+        one.call()
+
+    def weights() -> list[Tensor]:
+        return [one.optimizer.state[p].get("master_param", p) for p in one.stepped]
+
+    ready = _ready("", one.optimizer, params, grads, kept)
+    return Contestant(call, ready, one.optimizer, params, grads, weights, one.scaler.get_scale)
 
 
 def _through_amp(
-    level: str, rule: Rule, job: str, data: Data, options: dict[str, Any]
+    level: str, rule: str, job: str, data: Data, options: dict[str, Any]
 ) -> Contestant:
     """fusedtrain by Apex's calls, with all defaults but a scale that does not grow."""
     model: Any = network(data.values, data.norms)
-    optimizer = rule.apex(model.parameters(), **options)
+    optimizer = RULES[rule][0](model.parameters(), **options)
     with contextlib.redirect_stdout(io.StringIO()):  # it tells its options
         model, optimizer = amp.initialize(
             model, optimizer, opt_level=level, max_loss_scale=data.scale
@@ -183,7 +186,8 @@ def _through_amp(
 
     def call() -> None:
         with amp.scale_loss(loss, optimizer):
-            _put(params, grads)
+            for p, grad in zip(params, grads, strict=True):
+                p.grad = grad
         if job == "clip":
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), MAX_NORM)
         optimizer.step()
@@ -193,99 +197,6 @@ def _through_amp(
         lambda: list(amp.master_params(optimizer)),
         lambda: float(amp.state_dict()["loss_scaler0"]["loss_scale"]),
     )  # fmt: skip
-
-
-def _fused(
-    level: str, rule: Rule, job: str, data: Data, options: dict[str, Any], *, inside: bool
-) -> Contestant:
-    """fusedtrain's optimizer and GradScaler."""
-    params: list[Tensor] = [nn.Parameter(value) for value in data.low(level, data.values)]
-    grads, kept = data.start(level)
-    if level == "O2":
-        options = {**options, "master_weights": True, "state_dtype": torch.float32}
-    if inside:
-        options = {**options, "max_grad_norm": MAX_NORM}
-    optimizer = rule.ours(params, **options)
-    call, scale = _scaled(
-        fusedtrain.amp.GradScaler, optimizer, params, grads, data, clip=job == "clip" and not inside
-    )
-    return Contestant(
-        call, _ready("", optimizer, params, grads, kept), optimizer, params, grads,
-        lambda: [optimizer.state[p].get("master_param", p) for p in params], scale,
-    )  # fmt: skip
-
-
-def _torchs(who: str, rule: Rule, job: str, data: Data, options: dict[str, Any]) -> Contestant:
-    """torch's optimizer and GradScaler in float32; as "masters" behind a float16 model, by hand."""
-    level = "O2" if who == "masters" else "O1"
-    params: list[Tensor] = [nn.Parameter(value) for value in data.low(level, data.values)]
-    grads, kept = data.start(level)
-    pairs = [(nn.Parameter(v.clone()), p) for v, p in zip(data.values, params, strict=True)
-             if p.dtype == torch.float16]  # fmt: skip
-    low = [p for _, p in pairs]
-    masters: list[Tensor] = [master for master, _ in pairs]
-    master_of = {id(p): master for master, p in pairs}
-    stepped = [master_of.get(id(p), p) for p in params]
-    variant = {"fused": True} if who == "fused" else {"foreach": True}
-    optimizer = rule.theirs(stepped, **options, **variant)
-    wide = [torch.empty_like(master) for master in masters]
-    narrow = [g for g in grads if g.dtype == torch.float16]
-
-    def before() -> None:
-        if masters:
-            torch._foreach_copy_(wide, narrow)
-            _put(masters, wide)
-
-    @torch.no_grad()
-    def after() -> None:
-        if masters:
-            torch._foreach_copy_(low, masters)
-
-    call, scale = _scaled(
-        torch.amp.GradScaler, optimizer, params, grads, data, before, after, clip=job == "clip"
-    )
-    ready = _ready("", optimizer, params, grads, kept)
-    return Contestant(call, ready, optimizer, params, grads, lambda: stepped, scale)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _scaled(
-    of: Any,
-    optimizer: torch.optim.Optimizer,
-    params: list[Tensor],
-    grads: list[Tensor],
-    data: Data,
-    before: Callable[[], None] = _nothing,
-    after: Callable[[], None] = _nothing,
-    *,
-    clip: bool,
-) -> tuple[Callable[[], None], Callable[[], float]]:
-    """The step under a GradScaler, and its scale."""
-    scaler = of(data.device.type, init_scale=data.scale, growth_interval=NEVER)
-    loss = torch.ones((), device=data.device)
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def call() -> None:
-        scaler.scale(loss)
-        _put(params, grads)
-        before()
-        if clip:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(stepped, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-        after()
-
-    return call, scaler.get_scale
-
-
-def _put(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """As backward leaves them: it knows nothing of Python's ``.grad``."""
-    for p, g in zip(params, grads, strict=True):
-        p.grad = g
 
 
 def _ready(
@@ -356,7 +267,7 @@ def _all(entrant: Contestant) -> list[Tensor]:
     return [*entrant.params, *entrant.weights(), *(t for some in states for t in some)]
 
 
-def check(entrant: Contestant, rule: Rule, job: str, data: Data) -> None:
+def check(entrant: Contestant, rule: str, job: str, data: Data) -> None:
     """Raise NotTheJob unless two steps match float64, and steps with infs are skipped.
 
     The contestant was made with ``gate_lr`` and ``DECAY``. The float16 parameters of the model
@@ -366,10 +277,9 @@ def check(entrant: Contestant, rule: Rule, job: str, data: Data) -> None:
         _play(entrant, factor)
     in_half = job == "clip" and any(p.dtype == torch.float16 for p in _stepped(entrant))
     tolerance = TOLERANCE_HALF if in_half else TOLERANCE
-    options = {**rule.options, "weight_decay": DECAY, "lr": rule.gate_lr}
-    exact, weights, _ = exact_steps(
-        rule.theirs, options, data.values, data.grads, clip=job == "clip"
-    )
+    options = {**rule_of(rule).options, "weight_decay": DECAY, "lr": rule_of(rule).gate_lr}
+    theirs = steps.their_class(rule_of(rule))
+    exact, weights, _ = exact_steps(theirs, options, data.values, data.grads, clip=job == "clip")
     both = zip(entrant.params, entrant.weights(), _stepped(entrant), weights, strict=True)
     for (p, weight, stepped, wanted), start in zip(both, data.values, strict=True):
         moved = float((wanted.detach() - start.cpu()).abs().max())

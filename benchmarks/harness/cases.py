@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fusedtrain.advisor.bench import LAYOUTS, Contest, Options as Work
 
-__all__ = ["LAYOUTS", "PASSES", "Case", "Options", "Work", "dtype_name", "joined"]
+__all__ = ["LAYOUTS", "PASSES", "Case", "Options", "Work", "dtype_name", "grid", "joined"]
 
 # Passes of a function of one tensor, which in all of them requires a gradient.
 PASSES = ("forward", "backward", "forward+backward")
@@ -67,6 +67,33 @@ class Case:
 
     def __str__(self) -> str:
         return self.name
+
+
+def grid(
+    options: Options,
+    row: Callable[..., Case],
+    sizes: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    choices: Sequence[Sequence[Any]],
+    rivalled: Collection[str] = PASSES,
+) -> list[Case]:
+    """The rows of each size, dtype (of a quick run only the first) and choice, in this order.
+
+    torch.compile takes part in the first dtype at the last size, in the passes of ``rivalled``;
+    with --full everywhere.
+    """
+    compiled = options.compiled and not options.quick
+    cases = (
+        (row(size, dtype, *choice), dtype == dtypes[0] and size == sizes[-1])
+        for size in sizes
+        for dtype in dtypes[: 1 if options.quick else None]
+        for choice in choices
+    )
+    return [
+        replace(case, compiled=compiled and (options.full or (usual and case.part in rivalled)))
+        for case, usual in cases
+        if options.wants(case.op)
+    ]
 
 
 def joined(*parts: object) -> str:

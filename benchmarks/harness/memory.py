@@ -13,6 +13,16 @@ from torch import Tensor
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # no line on stderr for each profile
 
 
+def step_of(model: Any, images: Tensor, labels: Tensor) -> Callable[[], None]:
+    """Forward and backward; gradients of the step before are dropped."""
+
+    def step() -> None:
+        model.zero_grad()
+        T.cross_entropy(model(images), labels).backward()
+
+    return step
+
+
 def bytes_of_step(model: Any, images: Tensor, labels: Tensor) -> tuple[int, int]:
     """Peak of forward and backward with gradients, and what forward keeps."""
     device = images.device.type
@@ -21,7 +31,7 @@ def bytes_of_step(model: Any, images: Tensor, labels: Tensor) -> tuple[int, int]
         return T.cross_entropy(model(images), labels)
 
     model.zero_grad()
-    peak, _ = most_allocated(lambda: forward().backward(), device)
+    peak, _ = most_allocated(step_of(model, images, labels), device)
     model.zero_grad()
     _, kept = most_allocated(forward, device)
     return peak, kept

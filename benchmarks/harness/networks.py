@@ -6,9 +6,13 @@ running statistics of each are compared with the stock network's in float64.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,9 +21,8 @@ from torch import Tensor, nn
 
 import fusedtrain
 from benchmarks.harness.cases import LAYOUTS
-from benchmarks.harness.steps import import_module
 from fusedtrain._graph.kept import kept_bytes
-from fusedtrain.advisor.bench.gate import NotTheJob
+from fusedtrain.advisor.bench.gate import NetworkGate, Results
 
 JOBS = {
     "train": "training step",
@@ -77,8 +80,25 @@ class NetworkCase:
         return "-".join(part.replace(" ", "_") for part in parts)
 
 
-class Missing(RuntimeError):
-    """This fusedtrain cannot do the job (yet)."""
+_declared: list[torch.library.Library] = []
+
+
+@cache
+def import_module(name: str) -> ModuleType:
+    """The module; timm's and torchvision's also where torchvision's C++ part does not fit torch.
+
+    Imported (by timm, too), torchvision registers fake kernels for operators of its C++ part.
+    """
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    _declared.append(library)  # the names vanish with the object
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module(name)
 
 
 def build(setup: Setup, device: str) -> nn.Module:
@@ -105,6 +125,12 @@ def build(setup: Setup, device: str) -> nn.Module:
             module.eval()
     network: nn.Module = model.to(DTYPES[setup.dtype])
     return network
+
+
+@lru_cache(maxsize=1)
+def stock_of(setup: Setup, device: str) -> nn.Module:
+    """The network that the contestants of neighbouring rows are copies of."""
+    return build(setup, device)
 
 
 @torch.no_grad()
@@ -138,51 +164,24 @@ class Contestant:
     note: str = ""
 
 
-def _eager(model: nn.Module) -> Contestant:
-    return Contestant(model)
-
-
-def _compiled(model: nn.Module) -> Contestant:
-    torch.compiler.reset()
-    return Contestant(torch.compile(model, dynamic=False))
-
-
-def _feature(name: str) -> Any:
-    function = getattr(fusedtrain, name, None)
-    if function is None:
-        raise Missing(f"this fusedtrain has no {name}")
-    return function
-
-
-def _converted(model: nn.Module) -> Contestant:
-    report = _feature("convert")(model)
-    norms = f"{len(report.norms)} norms and " if hasattr(report, "norms") else ""
-    return Contestant(model, f"converted {norms}{len(report.converted)} modules")
-
-
-def _folded(model: nn.Module) -> Contestant:
-    folded, report = _feature("fold_conv_bn")(model)
-    return Contestant(
-        folded, f"folded {len(report.folded)} norms, {len(report.fused)} activations into convs"
-    )
-
-
-def _tuned(model: nn.Module) -> Contestant:
-    report = _feature("fold_frozen_norms")(model)
-    return Contestant(model, f"folds {len(report.folded)} norms at each call")
-
-
-_OURS: Mapping[str, Callable[[nn.Module], Contestant]] = {
-    "train": _converted,
-    "inference": _folded,
-    "tune": _tuned,
-}
-
-
 def contestant(who: str, setup: Setup, stock: nn.Module) -> Contestant:
     """One of "fusedtrain", "eager", "compile", from a copy of the stock network."""
-    make = {"eager": _eager, "compile": _compiled, "fusedtrain": _OURS[setup.job]}[who]
-    return make(copy.deepcopy(stock))
+    model: Any = copy.deepcopy(stock)
+    if who == "eager":
+        return Contestant(model)
+    if who == "compile":
+        torch.compiler.reset()
+        return Contestant(torch.compile(model, dynamic=False))
+    if setup.job == "train":
+        converted = fusedtrain.convert(model)
+        modules = f"{len(converted.norms)} norms and {len(converted.converted)} modules"
+        return Contestant(model, f"converted {modules}")
+    if setup.job == "tune":
+        folded = fusedtrain.fold_frozen_norms(model).folded
+        return Contestant(model, f"folds {len(folded)} norms at each call")
+    model, report = fusedtrain.fold_conv_bn(model)
+    note = f"folded {len(report.folded)} norms, {len(report.fused)} activations into convs"
+    return Contestant(model, note)
 
 
 # --- the job ---
@@ -235,55 +234,28 @@ def saved_bytes(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> int
 # --- the gate ---
 
 GATE_BATCH = 4  # of a training step: float64 takes long
-# Errors of outputs, of all gradients and of all buffers, each as a norm relative to the norm. Of
-# two networks that are right, one can be so many times as far from float64 as the other: ReLUs and
-# batch statistics make more of each rounding. A batch in which one ReLU is on the other side of 0
-# says nothing (1 in 5 of a ResNet-18, eager's as ours, and then 4e-3 of the gradient): what is
-# wrong is wrong in all of them.
-FLOOR, TIMES_EAGER, GATE_SEEDS = 1e-5, 4.0, (1, 2, 3)
-Results = dict[str, list[Tensor]]
+FLOOR, GATE_SEEDS = 1e-5, (1, 2, 3)
 
 
-def results(model: Any, setup: Setup, images: Tensor, labels: Tensor) -> Results:
-    """Outputs of one call; in training gradients and the running statistics after it, too."""
+def results(setup: Setup, model: Any, images: Tensor, labels: Tensor) -> Results:
+    """Outputs of one call; in training gradients and the running statistics after it, too.
+    Images in float64 are the truth, without autocast."""
     if setup.job == "inference":
         with torch.no_grad():
-            return {"output": [model(images).double()]}
+            return {"output": [model(images)]}
+    exact = images.dtype == torch.float64
     model.zero_grad()
-    with setup.autocast(images.device.type):
+    with contextlib.nullcontext() if exact else setup.autocast(images.device.type):
         output = model(images)
         loss = F.cross_entropy(output, labels)
     loss.backward()
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    seen = {
-        "output": [output.detach().double()],
-        "gradient": [g.double() for g in gradients],
-        "running statistics": [b.double() for b in model.buffers() if b.is_floating_point()],
-    }
+    buffers = [b.double() for b in model.buffers() if b.is_floating_point()]
     model.zero_grad()
-    return seen
+    return {"output": [output.detach()], "gradient": gradients, "running statistics": buffers}
 
 
-def truth(stock: nn.Module, setup: Setup, images: Tensor, labels: Tensor) -> Results:
-    """The stock network in float64."""
-    exact = replace(setup, dtype="float32")
-    return results(copy.deepcopy(stock).double(), exact, images.double(), labels)
-
-
-def errors(actual: Results, exact: Results) -> dict[str, float]:
-    """Relative to the norm of each kind of result."""
-    kinds = [name for name, tensors in exact.items() if tensors]  # ConvNeXt has no buffers
-    return {name: _distance(actual[name], exact[name]) for name in kinds}
-
-
-def _distance(actual: Iterable[Tensor], exact: Iterable[Tensor]) -> float:
-    a, b = (torch.cat([t.flatten() for t in tensors]) for tensors in (actual, exact))
-    if a.shape != b.shape:
-        return float("nan")
-    return float((a - b).norm() / b.norm())
-
-
-class Gate:
+class Gate(NetworkGate):
     """Compares contestants with the stock network in float64.
 
     Args:
@@ -294,40 +266,6 @@ class Gate:
     """
 
     def __init__(self, stock: nn.Module, setup: Setup, device: str, *, whole: bool = False) -> None:
-        self.stock, self.setup = stock, setup
         size = setup.batch if whole else min(setup.batch, GATE_BATCH)
-        self._batches = [batch_of(setup, device, size, seed) for seed in GATE_SEEDS]
-        self._truths: list[tuple[Results, dict[str, float]]] = []
-        self.errors: dict[str, dict[str, float]] = {}  # of those that passed
-
-    def _truth(self, number: int) -> tuple[Results, dict[str, float]]:
-        """The results of a batch in float64, and the errors of eager torch."""
-        if number == len(self._truths):
-            batch = self._batches[number]
-            exact = truth(self.stock, self.setup, *batch)
-            eager = results(copy.deepcopy(self.stock), self.setup, *batch)
-            self._truths.append((exact, errors(eager, exact)))
-        return self._truths[number]
-
-    def check(self, who: str, model: Any) -> None:
-        """Raise NotTheJob if the errors are too large in every batch, each a step from the same
-        state; the errors are those of the last one."""
-        before = copy.deepcopy(model.state_dict())
-        for number, batch in enumerate(self._batches):
-            exact, eager = self._truth(number)
-            seen = errors(results(model, self.setup, *batch), exact)
-            blame = _blame(seen, eager)
-            if not blame:
-                self.errors[who] = seen
-                return
-            model.load_state_dict(before)
-        raise NotTheJob(blame)
-
-
-def _blame(seen: Mapping[str, float], eager: Mapping[str, float]) -> str:
-    """Where a contestant's errors exceed what eager's allow; empty if nowhere."""
-    for name, error in seen.items():
-        limit = max(FLOOR, TIMES_EAGER * eager[name])
-        if not error <= limit:  # NaN is wrong
-            return f"wrong {name}: off by {error:.1e} of its norm ({limit:.1e} allowed)"
-    return ""
+        batches = [batch_of(setup, device, size, seed) for seed in GATE_SEEDS]
+        super().__init__(partial(results, setup), stock, batches, FLOOR)

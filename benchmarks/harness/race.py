@@ -1,24 +1,24 @@
-"""One row of a benchmark: its rivals take turns, and what came of it is stored."""
+"""One row of a benchmark: who is let in, the rivals that take turns, and the row that is made."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.harness.cases import Case, Work, dtype_name
-from benchmarks.harness.guards import admit, refuse_the_reference
 from benchmarks.harness.rows import make_row
 from fusedtrain._graph.kept import kept_bytes
-from fusedtrain.advisor.bench import Contest, copies_of
+from fusedtrain.advisor.bench import Contest, admitted, copies_of
 from fusedtrain.advisor.bench.clock import (
     Call,
     Clock,
@@ -28,8 +28,37 @@ from fusedtrain.advisor.bench.clock import (
     cuda_clock,
     interleave,
 )
+from fusedtrain.advisor.bench.gate import NotTheJob
 
 Prepare = Callable[[str], object]
+T = TypeVar("T")
+
+
+@cache
+def has_kernel(op: str, device: str) -> bool:
+    """Whether the device has a kernel of fusedtrain's op."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}[device]
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"fusedtrain::{op}", key)
+
+
+def refuse_the_reference(op: str, device: str) -> None:
+    """Skip where plain torch would pass for a kernel (the conftest sets FUSEDTRAIN_REQUIRE)."""
+    required = os.environ.get("FUSEDTRAIN_REQUIRE", "").split(",")
+    if device in required and not has_kernel(op, device):
+        pytest.skip(f"fusedtrain has no {device} kernel of {op}")
+
+
+def admit(
+    contestants: Mapping[str, T], check: Callable[[str, T], None], where: str, **rules: Any
+) -> dict[str, T]:
+    """Contestants to be timed: they passed the gate, and ours must. See ``admitted``."""
+    try:
+        passed, left_out = admitted(contestants, check, **rules)
+    except NotTheJob as error:
+        pytest.fail(f"{where}: {error}. Not timed", pytrace=False)
+    for who, reason in left_out.items():
+        warnings.warn(f"{where}: {who} left out: {reason}", stacklevel=2)
+    return passed
 
 
 @dataclass

@@ -1,27 +1,73 @@
-"""Rows: what a benchmark stores, and what a report reads back."""
+"""Rows: what a benchmark stores of times, machine and day, and what a report reads back."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from datetime import datetime, timedelta
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.clock import setting
+import torch
+
 from benchmarks.harness.store import FAMILIES
 from fusedtrain.advisor.bench import numbers
+from fusedtrain.advisor.bench.clock import device_name
 
 # A time this many times the best of its kind was taken on a busy machine. With both of two cores
 # taken, each call of torch's thread pool waited for a time slice: 16 ms for a copy of 256 KB.
 BUSY = 2.0
-# At least, between two runs.
-_PAUSE = timedelta(hours=6)
-# Words on the memory in tables (clock.ALLOCATORS).
+# Policies of glibc for freed memory, and the environment that a process needs for each.
+# "bounded": buffers up to 32 MiB are reused. Left alone, glibc decides by the history of the
+# process whether a buffer of some MiB is reused or mapped anew: at 2^20 float32 numbers that is
+# 70 us against 600 us, for whichever side it hits. "kept": all are reused, whatever their size; a
+# layer's 38 MB mapped anew cost more in page faults than in arithmetic.
+ALLOCATORS = {
+    "bounded": {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)},
+    "kept": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"},
+}
+# Words on the memory in tables.
 _MEMORY = {"": "", "bounded": "", "kept": ", freed memory kept", "default": ", glibc's own malloc"}
+
+
+def setting(device: str) -> dict[str, Any]:
+    """Data of the machine and the day, for a row."""
+    return {
+        "device": device_name(device),
+        "device_type": device,
+        "backend": os.environ.get("FUSEDTRAIN_BACKEND", "default"),
+        "torch": torch.__version__,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "threads": torch.get_num_threads(),
+        "allocator": allocator() if device == "cpu" else "",
+        **({"nvml": nvml()} if device == "cuda" else {}),
+    }
+
+
+def nvml() -> dict[str, float]:
+    """Clock of the multiprocessors, power and temperature right behind a row; empty without
+    nvidia-ml-py."""
+    with contextlib.suppress(Exception):  # of several kinds: the driver may refuse any question
+        return {
+            "sm_mhz": torch.cuda.clock_rate(),
+            "watts": torch.cuda.power_draw() / 1e3,
+            "celsius": torch.cuda.temperature(),
+        }
+    return {}
+
+
+def allocator() -> str:
+    """The name in ``ALLOCATORS`` that this process runs with; "default" without any setting."""
+    for name, settings in ALLOCATORS.items():
+        if settings.items() <= dict(os.environ).items():
+            return name
+    others = sorted(name for name in os.environ if name.startswith("MALLOC_"))
+    return f"with {', '.join(others)}" if others else "default"
 
 
 def medians(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -101,34 +147,15 @@ class Row:
         names = [name for name in self.ratio if not among or name in among]
         return min(names, key=self.ratio.__getitem__, default=None)
 
-    def loses_to(self, rival: str | None, tolerance: float) -> bool:
-        """Whether the rival is faster by more than ``tolerance``, and surely so."""
-        if rival not in self.ratio:
-            return False
-        return self.ratio_interval[rival][1] < 1 and self.ratio[rival] < 1 / (1 + tolerance)
-
 
 def load(paths: Iterable[Path]) -> list[Row]:
     """The rows of JSON files."""
     rows: list[Row] = []
     for path in paths:
         infos = [entry["extra_info"] for entry in json.loads(path.read_text())["benchmarks"]]
-        parsed = [Row.parse(info) for info in infos if "ratio" in info]
-        began = {f: _runs([row.date for row in parsed if row.family == f]) for f in FAMILIES}
-        rows += [replace(r, date=began[r.family][r.date]) for r in parsed if r.family in began]
+        parsed = (Row.parse(info) for info in infos if "ratio" in info)
+        rows += [row for row in parsed if row.family in FAMILIES]
     return _mark_noisy(rows)
-
-
-def _runs(dates: Sequence[str]) -> dict[str, str]:
-    """When the run of each date began: one run of a family has one date, also across midnight.
-    Rows that were added on another day keep theirs."""
-    began: dict[str, str] = {}
-    first = last = ""
-    for date in sorted(dates):
-        if not last or datetime.fromisoformat(date) - datetime.fromisoformat(last) > _PAUSE:
-            first = date
-        began[date], last = first, date
-    return began
 
 
 def _mark_noisy(rows: Sequence[Row]) -> list[Row]:

@@ -10,12 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from benchmarks.harness import clock, guards, race
+from benchmarks.harness import race, rows
 from fusedtrain.advisor.bench import clock as measuring
 from fusedtrain.advisor.bench.gate import ANY, NotTheJob, Tolerance, agrees, first_call
-from helpers.benchmarks import mistakes
 
 
 def test_interleave_takes_turns() -> None:
@@ -58,15 +56,15 @@ def test_median_interval() -> None:
 def test_rows_tell_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MALLOC_")]:
         monkeypatch.delenv(name)
-    assert clock.allocator() == "default"
-    for name, settings in clock.ALLOCATORS.items():
+    assert rows.allocator() == "default"
+    for name, settings in rows.ALLOCATORS.items():
         with monkeypatch.context() as patch:
             for variable, value in settings.items():
                 patch.setenv(variable, value)
-            assert clock.allocator() == name
-            assert clock.setting("cpu")["allocator"] == name
+            assert rows.allocator() == name
+            assert rows.setting("cpu")["allocator"] == name
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    assert clock.allocator() == "with MALLOC_ARENA_MAX"
+    assert rows.allocator() == "with MALLOC_ARENA_MAX"
 
 
 def test_ops_are_counted() -> None:
@@ -108,12 +106,12 @@ def test_a_call_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_are_told_from_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guards, "has_kernel", lambda op, device: False)
+    monkeypatch.setattr(race, "has_kernel", lambda op, device: False)
     monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "cpu")
     with pytest.raises(pytest.skip.Exception, match="no cpu kernel of optimizer_step"):
-        guards.refuse_the_reference("optimizer_step", "cpu")
+        race.refuse_the_reference("optimizer_step", "cpu")
     monkeypatch.setenv("FUSEDTRAIN_REQUIRE", "")
-    guards.refuse_the_reference("optimizer_step", "cpu")
+    race.refuse_the_reference("optimizer_step", "cpu")
 
 
 def test_admit() -> None:
@@ -123,28 +121,20 @@ def test_admit() -> None:
 
     wrong, broken = NotTheJob, RuntimeError
     with pytest.warns(UserWarning, match="here: ") as seen:
-        admitted = guards.admit(
+        admitted = race.admit(
             {"fusedtrain": None, "eager": wrong, "compile": broken, "exact": None}, check, "here"
         )
     assert list(admitted) == ["fusedtrain", "exact"]
     assert [str(warning.message) for warning in seen] == [
         "here: eager left out: eager is wrong",
-        "here: no torch.compile rival: compile is wrong",
+        "here: compile left out: RuntimeError: compile is wrong",
     ]
     with pytest.raises(pytest.fail.Exception, match=r"here: fusedtrain is wrong\. Not timed"):
-        guards.admit({"fusedtrain": wrong}, check, "here")
+        race.admit({"fusedtrain": wrong}, check, "here")
+    with pytest.raises(pytest.fail.Exception, match=r"here: own: own is wrong\. Not timed"):
+        race.admit({"fusedtrain": None, "own": wrong}, check, "here", ours=("fusedtrain", "own"))
     with pytest.raises(RuntimeError, match="eager is wrong"):
-        guards.admit({"eager": broken}, check, "here")
-
-
-def test_both_of_ours_must_pass() -> None:
-    def check(who: str, right: bool) -> None:
-        if not right:
-            raise NotTheJob("wrong output")
-
-    contestants = {"fusedtrain": True, "own": False}
-    with pytest.raises(pytest.fail.Exception, match=r"here: own: wrong output\. Not timed"):
-        guards.admit(contestants, check, "here", ours=("fusedtrain", "own"))
+        race.admit({"eager": broken}, check, "here")
 
 
 @pytest.mark.parametrize(
@@ -173,13 +163,8 @@ def test_agreement(tolerance: Tolerance, off: float, right: bool) -> None:
     else:
         with pytest.raises(NotTheJob, match="wrong output: off by"):
             agrees("output", actual, expected, tolerance)
-
-
-def test_what_is_missing_or_of_another_shape_does_not_agree() -> None:
-    with pytest.raises(NotTheJob, match="no gradient"):
-        agrees("gradient", None, torch.ones(3), Tolerance())
-    with pytest.raises(NotTheJob, match=r"wrong gradient: shape \(2,\)"):
-        agrees("gradient", torch.ones(2), torch.ones(3), Tolerance())
+    with pytest.raises(NotTheJob, match=r"wrong output: shape \(99,\)"):
+        agrees("output", actual[1:], expected, tolerance)
 
 
 def test_a_first_call_has_the_gradients_of_what_is_trained() -> None:
@@ -191,19 +176,3 @@ def test_a_first_call_has_the_gradients_of_what_is_trained() -> None:
     assert len(results) == 3
     for actual, wanted in zip(results, expected):
         torch.testing.assert_close(actual, wanted)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (mistakes(F.mish)["dtype"], "returned torch.float64"),
-        (mistakes(F.mish)["no graph"], "does not require a gradient"),
-        (lambda x: F.mish(x)[:-1], r"returned torch.float32 \(3, 4\)"),
-        (lambda x: F.mish(x.t().contiguous().t()), r"\(1, 4\)"),
-    ],
-)
-def test_a_first_call_of_another_kind_is_refused(
-    change: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
-    with pytest.raises(NotTheJob, match=message):
-        first_call(change, [torch.randn(4, 4)], torch.ones(4, 4))

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks import conftest
 from benchmarks.harness import shapes, store
-from benchmarks.harness.cases import Options
-from benchmarks.harness.clock import ALLOCATORS
+from benchmarks.harness.rows import ALLOCATORS
 from benchmarks.run import BOUNDED
 from helpers import ROOT, environment
 from helpers.processes import run_python
@@ -64,18 +63,6 @@ def test_a_write_that_fails_leaves_the_file(
 
 
 # --- what is run ---
-
-
-@pytest.mark.parametrize("family", store.FAMILIES)
-def test_cases(family: str) -> None:
-    select = importlib.import_module(f"benchmarks.bench_{family}").select
-    for device in ("cpu", "cuda"):
-        names = [str(case) for case in select(Options(device))]
-        assert len({*names}) == len(names) > 0
-    plain = select(Options(full=True, compiled=False))
-    assert not any(getattr(case, "compiled", False) for case in plain)
-    assert select(Options(models=("m",))) == []
-    assert select(Options(ops=("mush",))) == []
 
 
 class Item:

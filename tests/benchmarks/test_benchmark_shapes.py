@@ -1,26 +1,17 @@
-"""The shapes that benchmarks take from real networks are those of torchvision and timm."""
+"""The shapes that benchmarks take from real networks are those of torchvision, the ops of norms
+those of timm."""
 
 from __future__ import annotations
 
 import importlib
-from collections import Counter
 
 import pytest
 import torch
 from torch import nn
 
 from benchmarks.harness.apex import norm_places
-from benchmarks.harness.shapes import (
-    MODELS,
-    NORM_NETWORKS,
-    count,
-    distinct_norms,
-    norms,
-    shapes,
-)
+from benchmarks.harness.shapes import MODELS, NORM_NETWORKS, distinct_norms, norms, shapes
 from helpers.models import timm, torchvision
-
-MILLIONS = {"efficientnet_b0": 5.29, "resnet50": 25.56, "convnext_tiny": 28.59, "vit_l_16": 304.33}
 
 
 def of_torchvision(model: str) -> nn.Module:
@@ -33,16 +24,6 @@ def of_torchvision(model: str) -> nn.Module:
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_are_those_of_torchvision(model: str) -> None:
     assert shapes(model) == [tuple(p.shape) for p in of_torchvision(model).parameters()]
-    assert count(shapes(model)) / 1e6 == pytest.approx(MILLIONS[model], abs=0.005)
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_parameters_are_as_large_as_those_of_timm(model: str) -> None:
-    name = {"vit_l_16": "vit_large_patch16_224"}.get(model, model)
-    with torch.device("meta"):
-        network = timm().create_model(name)
-    sizes = Counter(p.numel() for p in network.parameters())
-    assert sizes == Counter(count([shape]) for shape in shapes(model))
 
 
 @pytest.mark.parametrize("model", NORM_NETWORKS)

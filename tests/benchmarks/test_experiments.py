@@ -16,10 +16,10 @@ from torch import nn
 
 from benchmarks.experiments import (
     NAMES,
+    __main__ as command,
     accumulation,
     amp_autotune,
     checkpointing,
-    command,
     conv_autotune,
     conv_bias,
     data_parallel,
@@ -142,8 +142,8 @@ def test_a_network_with_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatc
         return model
 
     monkeypatch.setattr(networks, "contestant", wrong)
-    networks._gated.cache_clear()
+    networks._refused.cache_clear()
     _, row = networks.measured(networks.cases(QUICK)[0], (networks.OURS,), QUICK)
     assert not row.numbers
     assert row.note.startswith("refused")
-    networks._gated.cache_clear()
+    networks._refused.cache_clear()

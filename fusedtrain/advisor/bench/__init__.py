@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from . import activations, amp_step, chains, conv, depthwise, norms
 from ._match import (
+    CLOCKS,
     COMPILE,
     COPY,
     EAGER,
@@ -19,6 +20,7 @@ from ._match import (
     Entry,
     Options,
     Result,
+    admitted,
     call_of,
     copies_of,
     duel,
@@ -38,6 +40,7 @@ FAMILIES: Mapping[str, Callable[[Options], Iterable[Entry]]] = {
 }
 
 __all__ = [
+    "CLOCKS",
     "COMPILE",
     "COPY",
     "EAGER",
@@ -49,6 +52,7 @@ __all__ = [
     "Entry",
     "Options",
     "Result",
+    "admitted",
     "call_of",
     "copies_of",
     "duel",

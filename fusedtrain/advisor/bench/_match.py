@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from .gate import NotTheJob
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 CLOCKS: Mapping[str, Clock] = {"cpu": cpu_clock, "cuda": cuda_clock}
 OURS, EAGER, COMPILE = "fusedtrain", "eager", "compile"
+T = TypeVar("T")
 COPY, FRESH_COPY = "copy", "copy_fresh"  # into memory that exists, and into a new tensor
 
 
@@ -113,6 +114,11 @@ class Contest:
         """The match of a pass."""
         calls = {who: self.call(function, part) for who, function in self.functions.items()}
         return Match(calls, self.gate, self.bytes(part), self.source)
+
+
+def match_of(part: str, make: Callable[..., Contest], *arguments: Any) -> Match:
+    """The match of a pass, of a contest that is made now."""
+    return make(*arguments).match(part)
 
 
 def duel(options: Options, ours: Function, eager: Function) -> dict[str, Function]:
@@ -209,27 +215,47 @@ class Result:
         return self.ratio_interval[EAGER][1] < 1 / (1 + tolerance)
 
 
+def admitted(
+    contestants: Mapping[str, T],
+    check: Callable[[str, T], None],
+    *,
+    ours: Collection[str] = (OURS,),
+    may_break: Collection[str] = (COMPILE,),
+) -> tuple[dict[str, T], dict[str, str]]:
+    """Contestants that passed the gate, and why the others did not.
+
+    ``check`` takes a name and a contestant, and raises NotTheJob, here too if the contestant is one
+    of ours; those that ``may_break`` may raise anything.
+    """
+    passed, left_out = {}, {}
+    for who, contestant in contestants.items():
+        try:
+            check(who, contestant)
+        except NotTheJob as error:
+            if who in ours:
+                raise NotTheJob(f"{who}: {error}" if len(ours) > 1 else str(error)) from error
+            left_out[who] = str(error)
+        except Exception as error:
+            if who not in may_break:
+                raise
+            left_out[who] = f"{type(error).__name__}: {error}".split("\n")[0]
+        else:
+            passed[who] = contestant
+    return passed, left_out
+
+
 def measure(entry: Entry, device: str, effort: Effort = NORMAL) -> Result:
     """Gates and times one row."""
     match = entry.make()
-    left_out: dict[str, str] = {}
-    for who in list(match.calls):
-        try:
-            match.gate(who)
-        except NotTheJob as error:
-            if who == OURS:
-                return Result(entry, wrong=str(error))
-            left_out[who] = str(error)
-        except Exception as error:
-            if who in (OURS, EAGER):
-                raise
-            left_out[who] = f"{type(error).__name__}: {error}".split("\n")[0]
-        if who in left_out:
-            del match.calls[who]
+    others = match.calls.keys() - {OURS, EAGER}
+    try:
+        calls, left_out = admitted(match.calls, lambda who, _: match.gate(who), may_break=others)
+    except NotTheJob as error:
+        return Result(entry, wrong=str(error))
     source = match.source
     copies = copies_of(source, in_place=match.in_place)
-    operations = count_operations(match.calls[EAGER]) if EAGER in match.calls else 0.0
-    samples = interleave({**match.calls, **copies}, CLOCKS[device], effort, match.prepare)
+    operations = count_operations(calls[EAGER]) if EAGER in calls else 0.0
+    samples = interleave({**calls, **copies}, CLOCKS[device], effort, match.prepare)
     return Result(
         entry,
         **numbers(samples, match.bytes, 2 * source.nbytes),

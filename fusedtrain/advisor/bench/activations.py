@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import functional
 from ..._text import size_text
 from ...reference import ACTIVATIONS
-from ._match import COMPILE, Contest, Entry, Match, Options, call_of, duel
+from ._match import COMPILE, Contest, Entry, Options, call_of, duel, match_of
 from .clock import Function
 from .gate import CHAIN, FORWARD, GRADIENT, agrees, first_call
 
@@ -62,12 +62,8 @@ def entries(options: Options) -> Iterator[Entry]:
     numel = options.elements(2**22, 2**26, 2**16)
     for op in CHOSEN[:2] if options.quick else CHOSEN:
         for part in tuple(TENSORS)[options.quick :]:
-            make = partial(_match, options, op, part, numel)
+            make = partial(match_of, part, contest, options, op, numel)
             yield Entry("activations", op, part, size_text(numel), make)
-
-
-def _match(options: Options, op: str, part: str, numel: int) -> Match:
-    return contest(options, op, numel).match(part)
 
 
 def contest(options: Options, op: str, numel: int) -> Contest:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ... import functional as F
 from ..._text import shape_text
-from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options, call_of, duel
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Options, call_of, duel, match_of
 from .clock import Function
 from .gate import CHAIN, NotTheJob, agrees, first_call
 
@@ -157,8 +157,6 @@ def _check_dropping(
 # --- the command `bench` ---
 
 PASSES = ("forward", "forward+backward")
-
-
 GATE = 2**19  # elements that the gate looks at
 
 
@@ -169,23 +167,8 @@ def entries(options: Options) -> Iterator[Entry]:
         shape = CHAINS[op].shapes_for(numel)[0]
         for layout in LAYOUTS if CHAINS[op].image else ("",):
             for part in PASSES[options.quick :]:
-                make = partial(_match, options, op, numel, part, layout)
+                make = partial(match_of, part, contest, options, op, numel, layout)
                 yield Entry("chains", op, part, shape_text(shape), make, layout)
-
-
-def _match(options: Options, op: str, numel: int, part: str, layout: str) -> Match:
-    return contest(options, op, numel, layout).match(part)
-
-
-def tensors_of(
-    options: Options, chain: Chain, numel: int, layout: str
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The arguments, and the gradient of the output."""
-    kind = layout or "contiguous"
-    shapes = chain.shapes_for(numel)
-    tensors = tuple(options.random(*s, seed=n, layout=kind) for n, s in enumerate(shapes))
-    output = chain.eager(*tensors)
-    return tensors, options.random(*output.shape, seed=len(shapes), layout=kind)
 
 
 def contest(options: Options, op: str, numel: int, layout: str) -> Contest:
@@ -197,7 +180,10 @@ def contest_of(
     options: Options, chain: Chain, numel: int, layout: str, *, trains: bool = False
 ) -> Contest:
     """The same for any chain; see `call_of` for `trains`."""
-    tensors, gradient = tensors_of(options, chain, numel, layout)
+    kind, shapes = layout or "contiguous", chain.shapes_for(numel)
+    tensors = tuple(options.random(*s, seed=n, layout=kind) for n, s in enumerate(shapes))
+    output = chain.eager(*tensors)
+    gradient = options.random(*output.shape, seed=len(shapes), layout=kind)
     batch, trained = len(tensors[0]), len(tensors) - chain.constants
     few = max(1, GATE // (tensors[0].numel() // batch))
     # Biases are not split, even if they are as many as the rows. Stochastic depth's numbers are.

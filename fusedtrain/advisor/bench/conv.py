@@ -16,7 +16,7 @@ from ...conversion import convert
 from ...folding import fold_conv_bn, fold_frozen_norms
 from ._match import COMPILE, EAGER, LAYOUTS, OURS, Entry, Match, Options
 from .clock import Call
-from .gate import ANY, CHAIN, Tolerance, agrees
+from .gate import CHAIN, NetworkGate, Results
 
 CHANNELS, LAYERS = 64, 2
 GATE_BATCH = 2
@@ -77,13 +77,18 @@ def entries(options: Options) -> Iterator[Entry]:
             yield Entry("conv", "conv_bn_silu x2", job, shape_text(shape), make, layout)
 
 
-def _results(model: Any, job: str, x: Tensor, gradient: Tensor) -> list[Tensor]:
+def _call(job: str, model: Any, x: Tensor, gradient: Tensor) -> list[Tensor]:
     """The output, and in training the gradients of all parameters."""
     if job == INFERENCE:
         with torch.no_grad():
             return [model(x)]
     output = model(x)
     return [output.detach(), *torch.autograd.grad(output, list(model.parameters()), gradient)]
+
+
+def _results(job: str, model: Any, x: Tensor, gradient: Tensor) -> Results:
+    names = ["output", *(f"gradient of parameter {n}" for n, _ in enumerate(model.parameters()))]
+    return {name: [t] for name, t in zip(names, _call(job, model, x, gradient))}
 
 
 def _match(options: Options, job: str, shape: tuple[int, ...], layout: str) -> Match:
@@ -98,29 +103,11 @@ def _match(options: Options, job: str, shape: tuple[int, ...], layout: str) -> M
         return _CHANGES[job](model, x) if who == OURS else model
 
     models = {who: model_of(who) for who in (OURS, EAGER, *[COMPILE] * options.compiled)}
-
-    def gate(who: str) -> None:
-        # The whole batch where torch.compile takes part: its code is for one size.
-        few = shape[0] if options.compiled else min(shape[0], GATE_BATCH)
-        part, change = x[:few], gradient[:few]
-        wide = copy.deepcopy(stock).double()
-        exact = _results(wide, job, part.double(), change.double())
-        plain = _results(copy.deepcopy(stock), job, part, change)
-        names = ["output"]
-        if job != INFERENCE:
-            names += [f"gradient of {name}" for name, _ in stock.named_parameters()]
-        for name, actual, eager, truth in zip(
-            names, _results(models[who], job, part, change), plain, exact, strict=True
-        ):
-            off = float((eager.double() - truth).norm() / truth.norm())
-            # One of two correct results can be a few times as far from float64 as the other.
-            limit = max(CHAIN[options.dtype].norm, 4 * off)
-            agrees(name, actual, truth, Tolerance(ANY, norm=limit))
-
-    def call(who: str) -> Call:
-        model = models[who]
-        return lambda: _results(model, job, x, gradient)
-
+    # The whole batch where torch.compile takes part: its code is for one size.
+    few = shape[0] if options.compiled else min(shape[0], GATE_BATCH)
+    floor = CHAIN[options.dtype].norm
+    gate = NetworkGate(partial(_results, job), stock, [(x[:few], gradient[:few])], floor)
+    calls: dict[str, Call] = {who: partial(_call, job, m, x, gradient) for who, m in models.items()}
     weights = LAYERS * CHANNELS**2 * 9 * options.dtype.itemsize
     moved = LAYERS * TENSORS[job] * x.nbytes + weights * (1 if job == INFERENCE else 3)
-    return Match({who: call(who) for who in models}, gate, moved, x)
+    return Match(calls, lambda who: gate.check(who, models[who]), moved, x)

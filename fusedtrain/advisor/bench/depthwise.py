@@ -11,7 +11,7 @@ from torch.nn import functional as T
 
 from ... import functional as F
 from ..._text import shape_text
-from ._match import LAYOUTS, Contest, Entry, Match, Options, call_of, duel
+from ._match import LAYOUTS, Contest, Entry, Options, call_of, duel, match_of
 from .clock import Function
 from .gate import GRADIENT, Tolerance, agrees, first_call
 
@@ -104,9 +104,5 @@ def entries(options: Options) -> Iterator[Entry]:
         name = f"depthwise {layer.kernel}x{layer.kernel}"
         for layout in LAYOUTS:
             for part in PASSES[options.quick :]:
-                make = partial(_match, options, layer, batch, part, layout)
+                make = partial(match_of, part, contest, options, layer, batch, layout, GATE_BATCH)
                 yield Entry("depthwise", name, part, size, make, layout)
-
-
-def _match(options: Options, layer: Layer, batch: int, part: str, layout: str) -> Match:
-    return contest(options, layer, batch, layout, GATE_BATCH).match(part)

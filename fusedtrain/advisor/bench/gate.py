@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class NotTheJob(AssertionError):
@@ -100,3 +102,67 @@ def first_call(
     # torch.compile makes a backward that can be repeated where the first call asks for it.
     gradients = torch.autograd.grad(output, leaves[:trained], gradient, retain_graph=True)
     return [output.detach(), *gradients]
+
+
+# --- whole networks ---
+
+# A right network can be so many times as far from float64 as another right one: ReLUs and batch
+# statistics make more of each rounding.
+TIMES_EAGER = 4.0
+Results = Mapping[str, Sequence[Tensor]]  # what it is -> an output, all gradients, all buffers
+
+
+class NetworkGate:
+    """Compares networks with a stock one in float64, each kind of result by its norm.
+
+    Args:
+        run: the results of a network on a batch, whose tensors are in float64 for the truth.
+        stock: the network that all are copies of.
+        batches: a network is wrong that is wrong in all of them. A batch in which one ReLU is on
+            the other side of 0 says nothing (1 in 5 of a ResNet-18, eager's as ours, and then 4e-3
+            of the gradient).
+        floor: error of a norm that is allowed to all.
+    """
+
+    def __init__(
+        self,
+        run: Callable[..., Results],
+        stock: nn.Module,
+        batches: Sequence[Sequence[Tensor]],
+        floor: float,
+    ) -> None:
+        self._run, self._batches = run, batches
+        self.errors: dict[str, dict[str, float]] = {}  # of those that passed
+
+        @cache
+        def truth(number: int) -> tuple[Results, dict[str, float]]:
+            wide = [t.double() if t.is_floating_point() else t for t in batches[number]]
+            exact = run(copy.deepcopy(stock).double(), *wide)
+            eager = _errors(run(copy.deepcopy(stock), *batches[number]), exact)
+            return exact, {name: max(floor, TIMES_EAGER * e) for name, e in eager.items()}
+
+        self._truth = truth
+
+    def check(self, who: str, model: Any) -> None:
+        """Raise NotTheJob if the errors are too large in every batch, each a step from the same
+        state; the errors are those of the last one."""
+        before = copy.deepcopy(model.state_dict())
+        for number, batch in enumerate(self._batches):
+            exact, limits = self._truth(number)
+            errors = _errors(self._run(model, *batch), exact)
+            wrong = [name for name, e in errors.items() if not e <= limits[name]]  # NaN is wrong
+            if not wrong:
+                self.errors[who] = errors
+                return
+            model.load_state_dict(before)
+        off, limit = errors[wrong[0]], limits[wrong[0]]
+        raise NotTheJob(f"wrong {wrong[0]}: off by {off:.1e} of its norm ({limit:.1e} allowed)")
+
+
+def _errors(actual: Results, exact: Results) -> dict[str, float]:
+    """Relative to the norm of each kind of result; NaN where shapes differ."""
+    errors = {}
+    for name in (name for name in exact if exact[name]):  # ConvNeXt has no buffers
+        a, b = (torch.cat([t.double().flatten() for t in of[name]]) for of in (actual, exact))
+        errors[name] = float((a - b).norm() / b.norm()) if a.shape == b.shape else math.nan
+    return errors

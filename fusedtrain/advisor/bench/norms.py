@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..._text import shape_text
 from ...nn import BatchNormAct2d, BatchNormAddAct
-from ._match import COMPILE, LAYOUTS, Contest, Entry, Match, Options
+from . import clock
+from ._match import COMPILE, LAYOUTS, Contest, Entry, Options, match_of
 from .clock import Call
 from .gate import NotTheJob, Tolerance, agrees, same_kind
 
@@ -114,10 +115,8 @@ def eager(op: NormOp, channels: int, device: str) -> Contestant:
 
 def compiled(op: NormOp, channels: int, device: str) -> Contestant:
     """torch.compile of that; it compiles at its first call."""
-    # Dynamo keeps at most 8 variants of one function; rows must not meet that limit.
-    torch.compiler.reset()
     stock = eager(op, channels, device)
-    return Contestant(stock.norm, torch.compile(stock.function, fullgraph=True, dynamic=False))
+    return Contestant(stock.norm, clock.compiled(stock.function))
 
 
 CONTESTANTS: Makers = {"fusedtrain": ours, "eager": eager, "compile": compiled}
@@ -200,12 +199,8 @@ def entries(options: Options) -> Iterator[Entry]:
     for op in STANDARD[1:2] if options.quick else STANDARD:
         for layout in LAYOUTS:
             for part in PASSES[options.quick :]:
-                make = partial(_match, options, op, part, shape, layout)
+                make = partial(match_of, part, contest, options, op, shape, layout)
                 yield Entry("norm", op, part, shape_text(shape), make, layout)
-
-
-def _match(options: Options, name: str, part: str, shape: tuple[int, ...], layout: str) -> Match:
-    return contest(options, name, shape, layout).match(part)
 
 
 def contest(

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..._torch_private import foreach_copy_, foreach_zero_
 from ._match import EAGER
 
 FUSED = "torch fused"
+OWN = "own"  # ours, in the loop that a user writes around torch's
 NEVER = 2**31 - 1  # growth interval: the scale stays, and so does what unscaling does
 LR = 1e-6  # what is timed does not depend on it, and thousands of steps leave the weights sane
 # Each job does what those before it do, and one thing more.
@@ -154,6 +156,7 @@ class Contestant:
     optimizer: torch.optim.Optimizer
     params: list[Tensor]  # of the model
     stepped: list[Tensor]  # of the optimizer: the same, or their masters
+    scaler: Any  # the GradScaler, which the job "step" does not call
     _averages: list[Tensor] = field(default_factory=list)
 
     def averages(self) -> list[Tensor]:
@@ -184,11 +187,9 @@ def parameters(values: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor
     return params
 
 
-def ours(
-    name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float, scale: float = 1.0
-) -> Contestant:
-    """fusedtrain's optimizer and GradScaler."""
-    rule = RULES[name]
+def _our_optimizer(
+    rule: Rule, job: str, kind: Kind, params: list[Tensor], lr: float, more: Mapping[str, Any]
+) -> Any:
     options: dict[str, Any] = {"max_grad_norm": MAX_NORM if does(job, "clip") else None}
     if does(job, "ema"):
         options["ema_decay"] = EMA_DECAY
@@ -198,16 +199,24 @@ def ours(
         options |= {"master_weights": "split24", "state_dtype": "q8"}
     elif kind.master:
         options |= {"master_weights": True, "state_dtype": torch.float32}
-    optimizer = getattr(optim, rule.ours)(params, lr=lr, **rule.options, **options)
+    return getattr(optim, rule.ours)(params, lr=lr, **{**rule.options, **more}, **options)
+
+
+def ours(
+    name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float, scale: float = 1.0,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Contestant:  # fmt: skip
+    """fusedtrain's optimizer and GradScaler; ``options`` are put over the rule's."""
+    optimizer = _our_optimizer(RULES[name], job, kind, params, lr, options)
+    scaler = _scaler(amp.GradScaler, params[0].device.type, scale)
     call = optimizer.step
     if does(job, "check"):
-        scaler = _scaler(amp.GradScaler, params[0].device.type, scale)
 
         def call() -> None:
             scaler.step(optimizer)
             scaler.update()
 
-    return Contestant(call, optimizer, params, params)
+    return Contestant(call, optimizer, params, params, scaler)
 
 
 def rivals(name: str, kind: Kind, device: str) -> list[str]:
@@ -225,45 +234,52 @@ def rivals(name: str, kind: Kind, device: str) -> list[str]:
 
 def contestant(
     who: str, name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float,
-    scale: float = 1.0,
+    scale: float = 1.0, **more: Any,
 ) -> Contestant:  # fmt: skip
-    """ "fusedtrain" or one of ``rivals``."""
+    """ "fusedtrain", "own" or one of ``rivals``; ``more``: see ``ours``."""
     if who == FLOAT32_STATES:
         kind = KINDS["bfloat16+master"]
     if who in ("fusedtrain", FLOAT32_STATES):
-        return ours(name, job, kind, params, lr=lr, scale=scale)
-    return rival(who, name, job, kind, params, lr=lr, scale=scale)
+        return ours(name, job, kind, params, lr=lr, scale=scale, **more)
+    return rival(who, name, job, kind, params, lr=lr, scale=scale, **more)
 
 
 def rival(
     variant: str, name: str, job: str, kind: Kind, params: list[Tensor], *, lr: float,
-    scale: float = 1.0,
+    scale: float = 1.0, options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Contestant:  # fmt: skip
     """torch's or timm's optimizer, in the loop that a user writes around it.
 
-    With masters it is the usual recipe: gradients are copied to float32, weights back to bfloat16.
+    With masters it is the usual recipe: 16-bit gradients are copied to float32, weights back.
     The average of 16-bit parameters has their dtype, as a copy of the model has (ours: float32).
     """
     rule = RULES[name]
     stepped, grads = params, gradients(params)
-    by_hand = kind.master and variant not in CODED
+    by_hand = kind.master and variant not in (OWN, *CODED)
     if by_hand:
-        stepped = [p.detach().float() for p in params]
-        for master in stepped:
+        low = [p for p in params if p.dtype != torch.float32]
+        masters = [p.detach().float() for p in low]
+        master_of = dict(zip(map(id, low), masters, strict=True))
+        stepped = [master_of.get(id(p), p) for p in params]
+        for master in masters:
             master.grad = torch.empty_like(master)
-    optimizer = _their_optimizer(variant, rule, job, stepped, lr)
-    scaler = _scaler(torch.amp.GradScaler, params[0].device.type, scale)
+        narrow, wide = gradients(low), gradients(masters)
+    if variant == OWN:
+        optimizer = _our_optimizer(rule, "check", kind, params, lr, options)
+    else:
+        optimizer = _their_optimizer(variant, rule, job, stepped, {**options, "lr": lr})
+    of = amp.GradScaler if variant == OWN else torch.amp.GradScaler
+    scaler = _scaler(of, params[0].device.type, scale)
     clip = partial(torch.nn.utils.clip_grad_norm_, stepped, MAX_NORM, foreach=variant != "single")
     clips = does(job, "clip") and not rule.clips
     averages = [p.detach().clone() for p in stepped] if does(job, "ema") else []
     average = get_ema_multi_avg_fn(EMA_DECAY)
     checks, averages_too, zeroes = does(job, "check"), does(job, "ema"), does(job, "zero")
-    master_grads = gradients(stepped)
 
     @torch.no_grad()
     def call() -> None:
         if by_hand:
-            foreach_copy_(master_grads, grads)
+            foreach_copy_(wide, narrow)
         if clips:
             scaler.unscale_(optimizer)
             clip()
@@ -273,7 +289,7 @@ def rival(
         else:
             optimizer.step()
         if by_hand:
-            foreach_copy_(params, stepped)
+            foreach_copy_(low, masters)
         if averages_too:
             average(averages, stepped, None)
         if zeroes and by_hand:
@@ -281,22 +297,22 @@ def rival(
         elif zeroes:
             optimizer.zero_grad(set_to_none=False)
 
-    return Contestant(call, optimizer, params, stepped, averages)
+    return Contestant(call, optimizer, params, stepped, scaler, averages)
 
 
 def _their_optimizer(
-    variant: str, rule: Rule, job: str, params: Sequence[Tensor], lr: float
+    variant: str, rule: Rule, job: str, params: Sequence[Tensor], more: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
+    options = {**rule.options, **more}
     if variant == DEEPSPEED:
         of_deepspeed = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-        return of_deepspeed(params, lr=lr, adamw_mode=True, **rule.options)
+        return of_deepspeed(params, adamw_mode=True, **options)
     if variant == TORCHAO:
-        return importlib.import_module("torchao.optim").AdamW8bit(params, lr=lr, **rule.options)
+        return importlib.import_module("torchao.optim").AdamW8bit(params, **options)
     if variant == FLASHOPTIM:  # masters of 24 bits are its default
-        return importlib.import_module("flashoptim").FlashAdamW(params, lr=lr, **rule.options)
+        return importlib.import_module("flashoptim").FlashAdamW(params, **options)
     variants = {EAGER: {}, FUSED: {"fused": True}, **rule.variants}
-    options = their_options(rule, job) | dict(variants[variant])
-    return their_class(rule)(params, lr=lr, **options)
+    return their_class(rule)(params, **their_options(rule, job) | options | dict(variants[variant]))
 
 
 def their_options(rule: Rule, job: str) -> dict[str, Any]:

@@ -1,33 +1,33 @@
-"""The benchmark of whole networks: its contestants, its gate, its cases."""
+"""Benchmarks of whole networks: gate, contestants, memory, rows."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import bench_conv_bn as bench
+from benchmarks import bench_conv_bn, bench_host, bench_memory
 from benchmarks.harness import networks
-from benchmarks.harness.cases import Options
+from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.networks import Setup
 from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
 from helpers.models import torchvision
 
-TRAIN = Setup("train", "none", 4, 9)
+TRAIN = Setup("train", "none", 4, 32)
+MIB = 2**20
 
 
 def _network(setup: Setup) -> nn.Module:
     torch.manual_seed(0)
     network = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4),
-        nn.SiLU(), nn.Flatten(), nn.Linear(100, 1000),
+        nn.Conv2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4),
+        nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 1000),
     )  # fmt: skip
     return network.train(setup.job == "train")
 
@@ -65,7 +65,7 @@ MISTAKES: dict[str, tuple[str, Any, str]] = {
     "2 percent": ("inference", _with(4, lambda f: lambda x: 1.02 * f(x)), "wrong output"),
     "no activation": ("inference", _with(2, lambda f: lambda x: x), "wrong output"),
     "nan": ("inference", _with(2, lambda f: lambda x: torch.nan * f(x)), "wrong output"),
-    "shape": ("inference", _with(7, lambda f: lambda x: f(x)[:, 1:]), "wrong output"),
+    "shape": ("inference", _with(8, lambda f: lambda x: f(x)[:, 1:]), "wrong output"),
     "forward": ("train", _with(4, lambda f: lambda x: 1.02 * f(x)), "wrong output"),
     "backward": (
         "train",
@@ -108,28 +108,53 @@ def test_contestants_share_nothing() -> None:
     assert all(type(layer).__module__.startswith("torch.nn.") for layer in stock)
 
 
-@pytest.mark.parametrize(
-    ("job", "name"),
-    [("inference", "fold_conv_bn"), ("tune", "fold_frozen_norms"), ("train", "convert")],
-)
-def test_what_is_not_there_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, job: str, name: str
-) -> None:
-    monkeypatch.setattr(networks, "fusedtrain", SimpleNamespace())
-    setup = replace(TRAIN, job=job)
-    with pytest.raises(networks.Missing, match=f"has no {name}"):
-        networks.contestant("fusedtrain", setup, _network(setup))
-
-
 def test_saved_bytes() -> None:
-    setup = replace(TRAIN, layout="contiguous")
+    setup = replace(TRAIN, layout="contiguous", pixels=9)
     norm = nn.Sequential(nn.Flatten(), nn.Linear(243, 1000), nn.BatchNorm1d(1000))
     # The input of the norm, its two vectors of statistics, the output of log_softmax, a scalar.
     saved = networks.saved_bytes(norm, setup, *networks.batch_of(setup, "cpu"))
     assert 0 <= saved - 4 * (2 * 4 * 1000 + 2 * 1000) <= 64
 
 
-# --- networks ---
+# --- memory ---
+
+
+def test_bytes_of_a_call() -> None:
+    """4 MiB that stay, 8 more that go."""
+
+    def run() -> Tensor:
+        kept = torch.empty(MIB)
+        torch.empty(2 * MIB)
+        return kept
+
+    assert most_allocated(run, "cpu") == (12 * MIB, 4 * MIB)
+
+
+class Linear(nn.Module):
+    """Keeps what `each` says, in float32 numbers a sample."""
+
+    def __init__(self, each: int) -> None:
+        super().__init__()
+        self.each, self.weight = each, nn.Parameter(torch.ones(1000))
+
+    def forward(self, images: Tensor) -> Tensor:
+        large = torch.zeros(len(images), self.each)
+        return (large * self.weight[0]).mean(1, keepdim=True) * self.weight.expand(len(images), -1)
+
+
+def test_the_largest_batch_that_fits() -> None:
+    setup = Setup("train", "none", 4, 8, "contiguous")
+    eager, ours = Linear(200_000), Linear(120_000)
+    limit = bench_memory.bytes_of(eager, setup, "cpu")[0]
+    batch = bench_memory.largest(ours, setup, "cpu", limit)
+    assert batch == 6
+    assert bench_memory.bytes_of(ours, setup, "cpu", batch)[0] <= limit
+    assert bench_memory.bytes_of(ours, setup, "cpu", batch + 1)[0] > limit
+    assert bench_memory.largest(eager, setup, "cpu", limit) == 4
+    assert bench_memory.largest(eager, setup, "cpu", 100 * limit) == 4 * bench_memory.MOST
+
+
+# --- networks and rows ---
 
 
 def test_networks_are_ready() -> None:
@@ -150,42 +175,59 @@ def test_networks_are_ready() -> None:
     assert not networks.build(replace(setup, job="inference"), "cpu").training
 
 
-def test_selection() -> None:
-    for device in ("cpu", "cuda"):
-        cases = bench.select(Options(device))
-        assert {case.op for case in cases} == set(networks.JOBS)
-        assert all(case.compiled == (case.op != "tune") for case in cases)
-        full = {case.setup for case in bench.select(Options(device, full=True))}
-        others = {"contiguous": "channels_last", "channels_last": "contiguous"}
-        both = {replace(setup, layout=others[setup.layout]) for setup in full}
-        assert full == both > {case.setup for case in cases}
-    assert {c.model for c in bench.select(Options(models=("resnet18",)))} == {"resnet18"}
-    assert {c.op for c in bench.select(Options(ops=("tune",)))} == {"tune"}
-    assert len(bench.select(Options(quick=True))) == len(networks.JOBS)
+CASES: dict[str, tuple[Any, Any]] = {
+    **{job: (bench_conv_bn, bench_conv_bn.Case(replace(TRAIN, job=job))) for job in networks.JOBS},
+    "memory": (bench_memory, bench_memory.Case(replace(TRAIN, layout="contiguous"))),
+    "host": (bench_host, bench_host.Case("train", "contiguous", bench_host.BOTH, 1.0, "none")),
+}
 
 
-@pytest.mark.parametrize("job", networks.JOBS)
-def test_rows(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(networks, "build", lambda setup, device: _network(setup))
-    row = measured(bench, bench.Case(replace(TRAIN, job=job)))
-    assert (row["job"], row.model, row["batch"]) == (job, "none", 4)
-    assert row.ns.keys() == {"fusedtrain", "eager"}
-    if job != "inference":
+    yield
+    networks.stock_of.cache_clear()
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("kind", CASES)
+def test_rows(kind: str) -> None:
+    row = measured(*CASES[kind])
+    assert row.model == "none"
+    assert set(row.ratio) == {"eager", *["store"] * (kind == "memory")}
+    if kind in networks.JOBS:
+        assert (row["job"], row["batch"]) == (kind, 4)
+        note = {"train": "converted ", "tune": "folds ", "inference": "folded "}[kind]
+        assert row["note"].startswith(note)
+    if kind in ("train", "tune"):
         assert 0 < row["saved"]["fusedtrain"] <= row["saved"]["eager"]
-    note = {"train": "converted ", "tune": "folds ", "inference": "folded "}[job]
-    assert row["note"].startswith(note)
+    if kind == "memory":
+        kept, peak, fits = (row[name] for name in ("kept", "peak", "fits"))
+        assert kept["fusedtrain"] < kept["store"] < kept["eager"]
+        assert peak["fusedtrain"] <= peak["store"]
+        assert fits["fusedtrain"] >= fits["store"] >= fits["eager"] == row["batch"]
 
 
-def test_a_wrong_network_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = networks.contestant
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("train", "fusedtrain"),
+        ("memory", "store"),
+        ("memory", "fusedtrain"),
+        ("host", "fusedtrain"),
+    ],
+)
+def test_a_wrong_network_is_not_timed(
+    kind: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = networks.Gate.check
 
-    def wrong(who: str, setup: Setup, stock: nn.Module) -> Any:
-        entrant = right(who, setup, stock)
-        if who == "fusedtrain":
-            entrant.model[7].register_forward_hook(lambda module, inputs, output: 1.02 * output)
-        return entrant
+    def check(gate: networks.Gate, who: str, model: Any) -> None:
+        if who == wrong:
+            model[8].register_forward_hook(lambda module, inputs, output: 1.02 * output)
+        right(gate, who, model)
 
-    monkeypatch.setattr(networks, "build", lambda setup, device: _network(setup))
-    monkeypatch.setattr(networks, "contestant", wrong)
+    monkeypatch.setattr(networks.Gate, "check", check)
     with pytest.raises(pytest.fail.Exception, match=r"wrong output.*\. Not timed"):
-        measured(bench, bench.Case(TRAIN))
+        measured(*CASES[kind])

@@ -1,0 +1,237 @@
+"""Rows of the benchmarks: which are measured, what the rows of ops on tensors have."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import (
+    bench_batch_norm,
+    bench_depthwise,
+    bench_few_bit,
+    bench_host,
+    bench_pool,
+    report,
+)
+from benchmarks.harness import store
+from benchmarks.harness.cases import Options, Work
+from benchmarks.harness.race import contest_of
+from benchmarks.harness.shapes import NORM_NETWORKS, norms
+from benchmarks.harness.store import FAMILIES
+from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, activations
+from helpers.benchmarks import measured
+
+pytestmark = pytest.mark.filterwarnings("ignore:no torchvision rival")
+BOTH = "forward+backward"
+QUICK_OPS = {
+    "activations": ("mish",),
+    "batch_norm": ("bn_add_relu",),
+    "chains": ("se_gate", "geglu"),
+    "depthwise": (),
+    "few_bit": (),
+    "images": (),
+    "pool": (),
+}
+
+
+def family(name: str) -> Any:
+    return importlib.import_module(f"benchmarks.bench_{name}")
+
+
+# --- which are measured ---
+
+# Rows of a run, those with torch.compile, rows on CUDA, of a quick run, and with --full.
+SELECTED = {
+    "activations": (290, 72, 308, 4, 840),
+    "amp_step": (59, 0, 79, 1, 540),
+    "apex": (8, 0, 8, 4, 16),
+    "batch_norm": (208, 6, 144, 4, 416),
+    "chains": (80, 10, 80, 20, 80),
+    "conv_bn": (13, 11, 11, 3, 18),
+    "depthwise": (264, 132, 396, 6, 264),
+    "few_bit": (156, 39, 234, 6, 156),
+    "host": (90, 0, 90, 7, 90),
+    "images": (16, 16, 16, 4, 16),
+    "memory": (2, 2, 2, 1, 2),
+    "pool": (60, 30, 90, 6, 60),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_selection(name: str) -> None:
+    select = family(name).select
+    runs = [
+        {},
+        {"device": "cuda"},
+        {"quick": True},
+        {"full": True},
+        {"full": True, "compiled": False},
+    ]
+    cases, *others, plain = [select(Options(**run)) for run in runs]
+    assert (len(cases), _compiled(cases), *map(len, others)) == SELECTED[name]
+    assert not _compiled(plain)
+    for run in (cases, *others):
+        assert max(Counter(map(str, run)).values()) == 1
+    for option, field in (("ops", "op"), ("models", "model")):
+        assert select(Options(**{option: ("mush",)})) == []
+        if value := getattr(cases[-1], field, ""):
+            of_one = select(Options(**{option: (value,)}))
+            assert {getattr(case, field) for case in of_one} == {value}
+
+
+def _compiled(cases: list[Any]) -> int:
+    return sum(getattr(case, "compiled", False) for case in cases)
+
+
+def test_stored_rows_are_selected() -> None:
+    """Names and facts of stored rows are those of the cases: a run replaces the rows."""
+    checked = Counter[str]()
+    for entry in store.read(report.STORED / "amd-epyc.json")["benchmarks"]:
+        row, (file, _, name) = entry["extra_info"], entry["fullname"].partition("::")
+        (bench,) = (b for b in FAMILIES if file.endswith(f"/bench_{b}.py"))
+        case = _cases(bench)[name.partition("[")[2].removesuffix("]")]
+        facts = {"op": getattr(case, "label", "") or case.op}
+        if bench not in ("depthwise", "memory"):  # measured without
+            facts["compiled"] = getattr(case, "compiled", False)
+        for fact in ("layout", "model", "kind", "job", "target", "part", "pass_name", "shape"):
+            if hasattr(case, fact):
+                facts[fact] = getattr(case, fact)
+        stored = (
+            {"layout": "", "model": ""}
+            | row
+            | {"compiled": "compile" in row["ns"], "kind": row["dtype"]}
+        )
+        stored |= {"part": row.get("pass"), "pass_name": row.get("pass")}
+        stored |= {"op": row.get("op", row.get("job", bench)), "target": row.get("at_most")}
+        stored["shape"] = (*row.get("shape", (row.get("numel"),)),)
+        assert {fact: stored[fact] for fact in facts} == facts, entry["fullname"]
+        checked[bench] += 1
+    assert checked.total() > 1000
+    assert {*FAMILIES} - {*checked} == {"apex"}  # of another CPU
+
+
+@cache
+def _cases(name: str) -> dict[str, Any]:
+    """The cases of a run on the CPU, and of the network that only --model has there."""
+    runs = Options(), Options(models=("vit_l_16",))
+    return {str(case): case for run in runs for case in family(name).select(run)}
+
+
+def test_selection_of_norms() -> None:
+    """Every norm of the networks, without torch.compile; on CUDA in large batches."""
+    cases = [case for case in bench_batch_norm.select(Options()) if case.model]
+    assert not any(case.compiled for case in cases)
+    for network in NORM_NETWORKS:
+        layers = {(c.op, *c.shape[1:]) for c in cases if c.model == network}
+        assert layers == set(norms(network))
+    on_cuda = [case for case in bench_batch_norm.select(Options("cuda")) if case.model]
+    assert {(c.shape[0], c.dtype) for c in on_cuda} == {(256, torch.bfloat16)}
+
+
+def test_errors_are_those_of_the_docstrings() -> None:
+    stated = bench_few_bit.stated_error
+    assert (stated("gelu", "q8"), stated("relu", "q1")) == ((0.0025, 0.0015), (0.0, 0.0))
+    saves = [(op, save) for op, saves in bench_few_bit.SAVES.items() for save in saves]
+    assert all(stated(op, save)[1] for op, save in saves if op != "relu")
+
+
+# --- bytes and rows ---
+
+# A quarter as many outputs as inputs, of 4 bits; eager: the input and 8 bytes an output.
+KEPT = {
+    "gelu q8": {OURS: 1, EAGER: 4, "exact": 4},
+    "relu q1": {OURS: 0.125, EAGER: 4, "exact": 4},
+    "max_pool2d 3x3/2": {OURS: pytest.approx(0.125, rel=0.04), EAGER: 6},
+}
+STEM, HALVED = bench_pool.Layer(64, 112, 3, 2, 1), bench_pool.Layer(8, 14, 2, 2)
+IMAGES = (2, 8, 14, 14)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "dtype", "forward", "both"),
+    [
+        ("activations", ("mish", 64), torch.float32, 2, 5),
+        ("batch_norm", ("bn_relu", IMAGES, "contiguous"), torch.float32, 3, 8),
+        ("batch_norm", ("bn_silu", IMAGES, "contiguous"), torch.bfloat16, 3, 8),
+        ("batch_norm", ("bn_add_relu", IMAGES, "contiguous"), torch.float32, 4, 11),
+        ("batch_norm", ("bn_add", IMAGES, "contiguous"), torch.float32, 4, 9),
+        ("batch_norm", ("bn", IMAGES, "contiguous"), torch.float32, 3, 8),
+        ("batch_norm", ("frozen_bn_relu", IMAGES, "contiguous"), torch.float32, 2, 5),
+        ("chains", ("swiglu", 2**14, ""), torch.float32, 1.5, 4),
+        ("depthwise", (bench_depthwise.Layer(8, 14, 3, 2), 2, "contiguous"), torch.float32,
+         1.25, 3.5),
+        ("few_bit", ("gelu", "q8", 64), torch.float32, 2.25, 4.5),
+        # Input, a quarter as many outputs, and 2 or 4 bits of each.
+        ("pool", (HALVED, 2, "contiguous"), torch.float32, 1 + 0.25 + 0.25 * 2 / 32, 2.53125),
+        ("pool", (STEM, 1, "contiguous"), torch.bfloat16, 1 + 0.25 + 0.25 * 4 / 16, 2.625),
+        ("images", (1, "contiguous", "contiguous"), torch.float32, 1.25, 1.25),
+    ],
+)  # fmt: skip
+def test_least_bytes(
+    name: str, arguments: tuple[Any, ...], dtype: torch.dtype, forward: float, both: float
+) -> None:
+    bench = family(name)
+    make = bench._contest if name == "depthwise" else bench.contest
+    made = make(Work("cpu", dtype), *arguments)
+    size = made.source.nbytes
+    assert (made.bytes("forward") / size, made.bytes(BOTH) / size) == (forward, both)
+
+
+@pytest.mark.parametrize("name", QUICK_OPS)
+def test_rows(name: str) -> None:
+    bench = family(name)
+    options = Options(quick=True, compiled=False, ops=QUICK_OPS[name])
+    for case in bench.select(options):
+        row = measured(bench, case)
+        assert (row.op, row["pass"], row.dtype, row.layout) == (
+            *(case.label or case.op, case.part, "float32", case.layout),
+        )
+        assert row.get("shape", [row.numel]) == [*case.shape]
+        made = contest_of(case.contest, case.arguments, Work("cpu", case.dtype))
+        assert row["bytes"] == made.bytes(case.part)
+        assert row["gb_per_s"][OURS] == row["bytes"] / row.ns[OURS]
+        copy = 2 * 4 * row.numel / row.ns["copy_fresh"]
+        assert row["percent_of_copy"] == pytest.approx(100 * row["gb_per_s"][OURS] / copy)
+        rivals = set(made.functions) - {OURS}
+        assert rivals >= {EAGER}
+        assert set(row.ratio) == rivals
+        assert row.get("kept", None) == KEPT.get(row.op)
+    contest_of.cache_clear()
+
+
+def test_rows_of_the_host() -> None:
+    threads = torch.get_num_threads()
+    rows = [measured(bench_host, case) for case in bench_host.select(Options(quick=True))]
+    assert torch.get_num_threads() == threads
+    assert all(row.threads == 1 for row in rows)
+    assert [row["pass"] for row in rows] == [*bench_host.PASSES, *bench_host.PASSES, "clip"]
+    assert [list(row.ratio) for row in rows] == [["eager"]] * 6 + [["fused"]]
+    counts = [row["counts"] for row in rows]
+    assert counts[0]["fusedtrain"] < counts[0]["eager"]
+    assert counts[3] == {"fusedtrain": 1, "eager": 1}
+
+
+def test_who_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = family("activations")
+    case = replace(bench.select(Options(quick=True))[0], compiled=True)
+    right = activations.duel
+
+    def spoiled(*who: str) -> None:
+        def duel(*arguments: Any) -> dict[str, Any]:
+            return right(*arguments) | dict.fromkeys(who, lambda x: x * 1)
+
+        monkeypatch.setattr(activations, "duel", duel)
+
+    monkeypatch.setattr("fusedtrain.advisor.bench._match.compiled", lambda function: function)
+    spoiled(COMPILE)
+    with pytest.warns(UserWarning, match="compile left out: wrong forward"):
+        assert list(measured(bench, case).ns)[:2] == [OURS, EAGER]
+    spoiled(OURS)
+    with pytest.raises(pytest.fail.Exception, match=r"wrong forward.*\. Not timed"):
+        measured(bench, case)
