@@ -16,13 +16,14 @@ from fusedtrain.planning._profile import Profile, Save, Step
 from fusedtrain.planning._simulate import Simulator
 from fusedtrain.planning._timeline import timelines
 from helpers.commands import assert_png
-from helpers.planned_networks import Convolutions, Skips
+from helpers.norm_models import UNet
+from helpers.planned_networks import Convolutions
 
 
 @pytest.fixture(scope="module")
 def plan() -> MemoryPlan:
     torch.manual_seed(0)
-    return plan_memory(Skips(), torch.randn(4, 3, 32, 32), 0.7)
+    return plan_memory(UNet(4), torch.randn(4, 3, 32, 32), 0.7)
 
 
 def test_timelines(plan: MemoryPlan, tmp_path: Path) -> None:

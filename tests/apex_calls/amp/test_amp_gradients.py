@@ -327,7 +327,7 @@ def test_a_backward_pass_outside_scale_loss_adds_to_unscaled_gradients(maker: st
 )
 @pytest.mark.parametrize("delay", [False, True], ids=["", "delayed"])
 def test_accumulation(level: str, zeroed: bool, maker: str, delay: bool) -> None:
-    """Of the passes of a step, and of all steps where gradients are not zeroed."""
+    """Gradients add up over the passes of a step, and over steps where they are not zeroed."""
     # At 65536 a sum of all would overflow in float16.
     scale = {"init_scale": 1024.0} if level == FP16 else {"max_loss_scale": 1024.0}
     twins = Twins(level, maker, loss_scale="dynamic", **scale)
