@@ -34,7 +34,7 @@ def test_timelines(plan: MemoryPlan, tmp_path: Path) -> None:
     assert 0 < plan.backward_at < len(totals)
     *modules, recomputed, rest = plan.timeline
     assert (recomputed, rest) == ("recomputed", "gradients and the rest")
-    assert {"first", "back_first"} <= set(modules)
+    assert {"inc", "conv2"} <= set(modules)
     assert len(modules) <= 7
     assert not any(plan.timeline[recomputed][: plan.backward_at])
     assert any(plan.timeline[recomputed])
