@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import fusedtrain
 from helpers import ROOT, pretended_gpu
 from helpers.launches import pytest_pyfunc_call  # noqa: F401  (a hook)
-from helpers.new_memory import fill_new_memory
 
 # The benchmarks, which no installation has; at the end, after a package that is installed.
 sys.path.append(str(ROOT))
@@ -101,6 +103,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def fill_new_memory(fills: bool) -> None:
+    """Whether the bindings of the CPU fill fresh outputs with NaN, as torch does where algorithms
+    are to be deterministic."""
+    if fusedtrain.backend_info().backends["cpu"].loaded:
+        path = Path(fusedtrain.__file__).parent / "_C.so"
+        ctypes.CDLL(str(path)).fusedtrain_fill_new_memory(ctypes.c_bool(fills))
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtrain
 from fusedtrain.apex.larc import LARC
+from helpers.observed import Counted
 from helpers.optimizer_steps import assert_close, give_gradients, parameters
 
 SHAPES = [(3, 5), (7,), (), (2, 0), (4, 3, 2, 2), (33,), (5,), (6,)]
@@ -115,16 +115,6 @@ def test_norms_of_float16_do_not_overflow() -> None:
     torch.testing.assert_close(p.grad.float(), torch.full((64,), 15000.0), rtol=2e-3, atol=0)
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_as_many_calls_for_many_parameters_as_for_few_and_none_reads_the_device() -> None:
     """A tensor on meta has nothing to be read."""
     counts = []
@@ -133,9 +123,9 @@ def test_as_many_calls_for_many_parameters_as_for_few_and_none_reads_the_device(
         for p in params:
             p.grad = torch.empty(3, device="meta")
         optimizer = LARC(torch.optim.SGD(params, lr=0.1, weight_decay=0.1, foreach=True))
-        with _Counting() as counting:
+        with Counted() as counted:
             optimizer._scale_gradients()
-        counts.append(len([c for c in counting.calls if not c.startswith("aten.detach")]))
+        counts.append(len([c for c in counted.calls if not c.startswith("aten.detach")]))
         optimizer.step()
     assert counts[0] == counts[1] < 30, counts
 
@@ -203,7 +193,7 @@ def test_what_belongs_to_the_optimizer_inside() -> None:
     optimizer.load_state_dict(other.state_dict())
     assert inner.param_groups[0]["lr"] == 9.0
     optimizer.zero_grad(set_to_none=False)
-    assert torch.equal(p.grad, torch.zeros(2))  # type: ignore[arg-type]
+    assert torch.equal(p.grad, torch.zeros(2))
     optimizer.zero_grad()
     assert p.grad is None
     q = nn.Parameter(torch.ones(1))
@@ -257,7 +247,7 @@ def test_patched_as_amp_does_it() -> None:
 
     optimizer.step = types.MethodType(new_step, optimizer)
     optimizer.add_param_group = types.MethodType(new_add, optimizer)
-    optimizer._amp_stash = "here"  # type: ignore[attr-defined]
+    optimizer._amp_stash = "here"
     master.grad = torch.tensor([0.0, 10.0])
     optimizer.step()
     torch.testing.assert_close(master.detach(), torch.tensor([3.0, 1.5]))
@@ -292,7 +282,7 @@ def test_under_a_scaler_rates_are_of_unscaled_gradients(
 
 def test_mistakes() -> None:
     with pytest.raises(TypeError, match="optimizer must be an optimizer, got list"):
-        LARC([torch.zeros(1)])  # type: ignore[arg-type]
+        LARC([torch.zeros(1)])
     _, optimizer = _one()
     with pytest.raises(ValueError, match="trust_coefficient"):
         LARC(optimizer.optim, trust_coefficient=-1.0)

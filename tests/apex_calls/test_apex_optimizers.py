@@ -1,12 +1,11 @@
-"""Apex's optimizers: interfaces, checkpoints. Every step beside Apex's formulas in float64 is in
-test_optimizer_numbers.py."""
+"""Apex's optimizers: interfaces, checkpoints. tests/optim has their steps beside Apex's formulas in
+float64 (test_optimizer_numbers.py), copies and scalers."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import math
-import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import required
 
 import fusedtrain
-from fusedtrain.amp import GradScaler
 from fusedtrain.apex import optimizers
 from fusedtrain.optim import FusedOptimizer
 from helpers.optimizer_steps import assert_close, parameters, same, saved_and_loaded, step
@@ -63,27 +61,6 @@ def test_infinite_parameters_stay_where_nothing_decays(name: str, switched: bool
     step(optimizer, [p], 1)
     assert p.isinf().tolist() == [True, False, True]
     assert p[1] != 1
-
-
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
-@ALL
-def test_under_either_scaler(name: str, scaler_class: Any) -> None:
-    """A step of infs between two others leaves no trace."""
-    p, q = parameters(F32), parameters(F32)
-    scaled, plain = make(name, p), make(name, q)
-    scaler = scaler_class("cpu", init_scale=256.0, growth_interval=100)
-    for factor in (1.0, math.inf, 1.0):
-        loss = sum((x * (i + 1)).square().sum() for i, x in enumerate(p)) * factor
-        scaler.scale(loss).backward()
-        scaler.step(scaled)
-        scaler.update()
-        scaled.zero_grad(set_to_none=True)
-        if factor == 1.0:
-            sum((x * (i + 1)).square().sum() for i, x in enumerate(q)).backward()
-            plain.step()
-            plain.zero_grad(set_to_none=True)
-    assert scaled.skipped_steps == 1
-    assert same(p, q)
 
 
 # --- the interface
@@ -235,31 +212,6 @@ def mixed(dtypes: Any = MIXED) -> list[nn.Parameter]:
 
 def some_options(name: str) -> dict[str, Any]:
     return {"momentum": 0.9, "dampening": 0.3} if name == "FusedSGD" else {}
-
-
-@pytest.mark.parametrize("how", ["state_dict", "deepcopy", "pickle"])
-@BOTH
-@ALL
-def test_copies_go_on_alike(name: str, switched: bool, how: str) -> None:
-    options = {**some_options(name), **switches(name, switched)}
-    p = mixed()
-    optimizer = make(name, p, **options)
-    for seed in range(3):
-        step(optimizer, p, seed)
-    if how == "state_dict":
-        q = copy.deepcopy(p)
-        other = make(name, q, **{**options, "lr": 3.0})
-        other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    else:
-        pair = {"params": p, "optimizer": optimizer}
-        pair = copy.deepcopy(pair) if how == "deepcopy" else pickle.loads(pickle.dumps(pair))
-        q, other = pair["params"], pair["optimizer"]
-    for seed in range(3, 6):
-        step(optimizer, p, seed)
-        step(other, q, seed)
-    assert same(p, q)
-    other.zero_grad()
-    assert (q[0].grad is None) is (name != "FusedSGD")
 
 
 def of_apex(name: str, optimizer: FusedOptimizer, count: int) -> dict[str, Any]:

@@ -1,8 +1,15 @@
-"""apex.parallel's names over two gloo ranks, against what is computed by hand."""
+"""apex.parallel's names over two gloo ranks, against what each rank computes by hand.
+
+A rank knows the other's data: they follow from its number. So both assert all results.
+"""
 
 from __future__ import annotations
 
 import copy
+import io
+import itertools
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,119 +18,334 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fusedtrain
 from fusedtrain.apex.parallel import (
     DistributedDataParallel,
+    Reducer,
     SyncBatchNorm,
     convert_syncbn_model,
+    create_syncbn_process_group,
 )
 from fusedtrain.nn import BatchNormAct2d
 from helpers import environment
 from helpers.processes import run_python
 from helpers.rank_processes import results_of_two_ranks
-from helpers.ranks import (
-    NORMS,
-    OPTIONS,
-    Net,
-    backward,
-    gradients,
-    on_a_rank,
-    run_norm,
-    seeded,
-    simple,
-    whole_norm,
-)
 
-ROOT = Path(fusedtrain.__file__).parent.parent
 pytestmark = pytest.mark.skipif(
     not dist.is_available(), reason="needs a torch with torch.distributed"
 )
 
+# Name -> arguments, dtype of the model, factor of the gradients' mean.
+OPTIONS: dict[str, tuple[dict[str, Any], torch.dtype, float]] = {
+    "default": ({}, torch.float64, 1),
+    "sum": ({"gradient_average": False}, torch.float64, 2),
+    "predivided": ({"gradient_predivide_factor": 8.0}, torch.float64, 1),
+    "predivided sum": (
+        {"gradient_predivide_factor": 8.0, "gradient_average": False}, torch.float64, 2 / 8,
+    ),
+    "small messages": ({"message_size": 3}, torch.float64, 1),
+    "no messages": ({"message_size": 0}, torch.float64, 1),
+    "delayed": ({"delay_allreduce": True}, torch.float64, 1),
+    "float32": ({"allreduce_always_fp32": True}, torch.float32, 1),
+    "float32 for float64": ({"allreduce_always_fp32": True}, torch.float64, 1),
+    "float16 in float32": (
+        {"allreduce_always_fp32": True, "gradient_predivide_factor": 2.0}, torch.float16, 1,
+    ),
+}  # fmt: skip
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return results_of_two_ranks(on_a_rank, tmp_path_factory.mktemp("ranks"))
+
+class Net(nn.Module):
+    """Linear, batch norm, and a branch that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.second, self.branch, self.never = nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def forward(self, input: Tensor, branch: bool = False) -> Tensor:
+        hidden = self.norm(self.first(input)).tanh()
+        return self.branch(hidden) if branch else self.second(hidden)
 
 
-def _local(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def simple() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def seeded(seed: int, make: Any = simple, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(seed)
+    return make().to(dtype)
+
+
+def inputs(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(5 + rank, 3, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def backward(model: nn.Module, rank: int, step: int = 0, **kwargs: Any) -> None:
+    dtype = next(model.parameters()).dtype
+    model(inputs(rank, step, dtype), **kwargs).square().sum().backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def local(rank: int, step: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Gradients that a rank has before they are reduced."""
     model = seeded(0, dtype=dtype)
     backward(model, rank, step)
     return [p.grad for p in model.parameters()]
 
 
-def _close(a: Any, b: Any, rtol: float = 1e-12) -> None:
+def close(a: Any, b: Any, rtol: float = 1e-12) -> None:
     torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_are_reduced_as_the_option_says(ranks: list[Any], name: str) -> None:
-    _, dtype, factor = OPTIONS[name]
-    want = [(a + b) / 2 * factor for a, b in zip(_local(0, 1, dtype), _local(1, 1, dtype))]
-    limit = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
-    for rank in ranks:
-        assert all(g.dtype is dtype for g in rank["ddp"][name])
-        _close(rank["ddp"][name], want, limit)
+# --- on a rank
 
 
-def test_float16_overflows_unless_it_is_told_otherwise(ranks: list[Any]) -> None:
-    for rank in ranks:
-        assert rank["ddp"]["overflow plain"][0].item() == float("inf")
-        for name in ("fp32", "predivided"):
-            assert rank["ddp"][f"overflow {name}"][0].item() == torch.tensor(4e4).half().item()
+def gradients_are_reduced_as_the_option_says(rank: int) -> None:
+    for options, dtype, factor in OPTIONS.values():
+        # Rank 1 starts with other parameters. All ranks get those of rank 0.
+        model = DistributedDataParallel(seeded(rank, dtype=dtype), **options)
+        for step in range(2):  # torch's reducer makes its buckets anew after the first
+            model.zero_grad()
+            backward(model, rank, step)
+        want = [(a + b) / 2 * factor for a, b in zip(local(0, 1, dtype), local(1, 1, dtype))]
+        limit = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2e-3}[dtype]
+        assert all(p.grad.dtype is dtype for p in model.parameters())
+        close(gradients(model), want, limit)
 
 
-def test_parameters_start_as_rank_0_has_them_and_buffers_stay(ranks: list[Any]) -> None:
-    for number, rank in enumerate(ranks):
-        want = list(seeded(0, Net).parameters())
-        _close(rank["ddp"]["parameters"], [p.detach() for p in want])
-        assert rank["ddp"]["buffers"] == number + 1
+def float16_overflows_unless_it_is_told_otherwise(rank: int) -> None:
+    """Neither float32 nor a division beforehand overflows."""
+    right = torch.tensor(4e4).half().item()
+    for options, want in (
+        ({}, float("inf")), ({"allreduce_always_fp32": True}, right),
+        ({"gradient_predivide_factor": 2.0}, right),
+    ):  # fmt: skip
+        weight = nn.Linear(1, 1, bias=False).half()
+        model = DistributedDataParallel(weight, **options)
+        model(torch.full((1, 1), 4e4, dtype=torch.float16)).backward()
+        assert weight.weight.grad.item() == want
 
 
-def test_what_no_rank_uses_keeps_no_gradient(ranks: list[Any]) -> None:
+def parameters_start_as_rank_0_has_them_and_buffers_stay(rank: int) -> None:
+    net = seeded(rank, Net)
+    net.norm.running_mean.fill_(rank + 1.0)
+    model = DistributedDataParallel(net, delay_allreduce=True)
+    close(
+        [p.detach() for p in model.parameters()], [p.detach() for p in seeded(0, Net).parameters()]
+    )
+    assert float(net.norm.running_mean[0]) == rank + 1
+    # A parameter that no rank uses has no gradient.
+    backward(model, rank, branch=rank == 1)
     grads = []
     for number in range(2):
-        net = seeded(0, Net)
-        backward(net, number, branch=number == 1)
-        grads.append(gradients(net))
-    want = []
-    for a, b in zip(*grads, strict=True):
-        both = [g for g in (a, b) if g is not None]
-        want.append(sum(both) / 2 if both else None)
-    assert [w is None for w in want].count(True) == 3  # `never`, and the frozen one
-    for rank in ranks:
-        for ours, whole in zip(rank["ddp"]["unused"], want, strict=True):
-            assert (ours is None) == (whole is None)
-            if ours is not None:
-                _close(ours, whole)
+        one = seeded(0, Net)
+        backward(one, number, branch=number == 1)
+        grads.append(gradients(one))
+    wanted = 0
+    for ours, *both in zip(gradients(model), *grads, strict=True):
+        parts = [g for g in both if g is not None]
+        assert (ours is None) == (not parts)
+        if parts:
+            close(ours, sum(parts) / 2)
+            wanted += 1
+    assert wanted == len(grads[0]) - 3  # without `never` and the frozen one
 
 
-@pytest.mark.parametrize("between", [False, True], ids=["before", "between"])
-@pytest.mark.parametrize("delayed", [False, True], ids=["", "delayed"])
-def test_allreduce_can_be_disabled(ranks: list[Any], delayed: bool, between: bool) -> None:
-    locals_ = [[_local(rank, step) for step in range(3)] for rank in range(2)]
-    for number, rank in enumerate(ranks):
-        results = rank["ddp"]["modes"][f"{delayed} {between}"]
-        first, second = locals_[number][:2]
-        _close(results[0], first)
-        _close(results[1], [a + b for a, b in zip(first, second, strict=True)])
-        sums = [[sum(steps) for steps in zip(*of_rank, strict=True)] for of_rank in locals_]
-        _close(results[2], [(a + b) / 2 for a, b in zip(*sums, strict=True)])
+def allreduce_can_be_disabled(rank: int) -> None:
+    """Before forward and backward, or between them."""
+    by_rank = [[local(number, step) for step in range(3)] for number in range(2)]
+    sums = [[sum(steps) for steps in zip(*grads, strict=True)] for grads in by_rank]
+    first, second = by_rank[rank][:2]
+    want = [
+        first, [a + b for a, b in zip(first, second, strict=True)],
+        [(a + b) / 2 for a, b in zip(*sums, strict=True)],
+    ]  # fmt: skip
+    for delayed, between in itertools.product((False, True), repeat=2):
+        model = DistributedDataParallel(seeded(0), delay_allreduce=delayed)
+        backward(model, rank, 9)
+        model.zero_grad()
+        for step, enabled in enumerate((False, False, True)):
+            switch = model.enable_allreduce if enabled else model.disable_allreduce
+            if not between:
+                switch()
+            loss = model(inputs(rank, step)).square().sum()
+            if between:
+                switch()
+            loss.backward()
+            close(gradients(model), want[step])
 
 
-def test_copies_keep_the_options(ranks: list[Any]) -> None:
-    want = [a + b for a, b in zip(_local(0), _local(1), strict=True)]
-    for rank in ranks:
-        for grads in rank["ddp"]["copies"]:
-            _close(grads, want)
+def copies_keep_the_options(rank: int) -> None:
+    model = DistributedDataParallel(seeded(0), gradient_average=False)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    for one in (copy.deepcopy(model), torch.load(stream, weights_only=False)):
+        backward(one, rank)
+        close(gradients(one), [a + b for a, b in zip(local(0), local(1), strict=True)])
 
 
-def test_data_parallel_says_what_is_wrong(ranks: list[Any]) -> None:
-    messages = ranks[0]["ddp"]["messages"]
-    assert messages["warning"].endswith("without effect here: num_allreduce_streams, prof")
-    assert messages["where"] == "ranks.py"
-    assert "delay_allreduce=True" in messages["unused"]
-    assert messages["bytes"] == str(2**18 * 8)  # elements of float64
+def data_parallel_says_what_is_wrong(rank: int) -> None:
+    with pytest.raises(ValueError, match="shared_param is not supported"):
+        DistributedDataParallel(seeded(0), shared_param=True)
+    with pytest.raises(RuntimeError, match=r"no parameter requires a gradient.*use the module"):
+        DistributedDataParallel(seeded(0).requires_grad_(False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        DistributedDataParallel(seeded(0), prof=True, num_allreduce_streams=2)
+    (warning,) = caught
+    message = str(warning.message)
+    assert message.endswith("without effect here: num_allreduce_streams, prof")
+    assert Path(warning.filename).name == Path(__file__).name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = DistributedDataParallel(seeded(0, Net))
+    assert isinstance(model, nn.parallel.DistributedDataParallel)
+    backward(model, rank)
+    with pytest.raises(RuntimeError, match="delay_allreduce=True"):
+        model(inputs(rank))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        DistributedDataParallel(seeded(0))(torch.zeros(1, 9, dtype=torch.float64))
+    sized = DistributedDataParallel(seeded(0), message_size=2**18)
+    assert sized.bucket_bytes_cap == 2**18 * 8  # elements of float64
+
+
+def reducer(rank: int) -> None:
+    net, first = seeded(rank, Net), seeded(0, Net)
+    net.second.half()
+    first.second.half()
+    reducer = Reducer(net)
+    close([p.detach() for p in net.parameters()], [p.detach() for p in first.parameters()])
+    for i, p in enumerate(net.parameters()):
+        if p.requires_grad and i != 2:
+            p.grad = torch.full_like(p, rank + i)
+    reducer.reduce()
+    for i, p in enumerate(net.parameters()):
+        if p.requires_grad and i != 2:
+            assert torch.equal(p.grad, torch.full_like(p, i + 0.5))
+        else:
+            assert p.grad is None
+    both = torch.full((2, 3), float(rank)), [torch.full((4,), 3.0 * rank).half(), None]
+    Reducer(both).reduce()
+    assert torch.equal(both[0], torch.full((2, 3), 0.5))
+    assert torch.equal(both[1][0], torch.full((4,), 1.5).half())
+    many = torch.arange(4.0).reshape(2, 2).t() * rank  # not contiguous
+    Reducer([many]).reduce()
+    assert torch.equal(many, torch.tensor([[0.0, 1.0], [0.5, 1.5]]))
+    Reducer(nn.Identity()).reduce()
+    for wrong in (3.0, [object()], "grads"):
+        with pytest.raises(TypeError, match="module_or_grads_list"):
+            Reducer(wrong)
+
+
+SHAPES = {"NC": (9, 5), "NCL": (9, 5, 4), "NCHW": (9, 5, 4, 3)}
+# Shape, channel_last, fuse_relu, whether z is added.
+NORMS = list(itertools.product(SHAPES, (False, True), (False, True), (False, True)))
+
+
+def run_norm(norm: nn.Module, case: Any, samples: slice) -> dict[str, list[Tensor]]:
+    """Two training steps and an evaluation of samples that are [N, C, ...]."""
+    shape, last, relu, adds = case
+    ours = isinstance(norm, SyncBatchNorm)
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for p in norm.parameters():
+            p.normal_()
+    results: dict[str, list[Tensor]] = {}
+    for step in ("0", "1", "eval"):
+        x, z, grad = (torch.randn(SHAPES[shape], dtype=torch.float64)[samples] for _ in range(3))
+        norm.train(step != "eval")
+        leaves = [x.requires_grad_(), z.requires_grad_()]
+        if ours:
+            inputs = [t.movedim(1, -1).contiguous() if last else t for t in leaves]
+            y = norm(inputs[0], z=inputs[1]) if adds else norm(inputs[0])
+            assert y.is_contiguous()
+            y = y.movedim(-1, 1) if last else y
+        else:
+            y = norm(x) + z if adds else norm(x)
+            y = y.relu() if relu else y
+        y.backward(grad)
+        results[step] = [y.detach(), leaves[0].grad]
+        results[step] += [leaves[1].grad] if adds else []
+    results["sums"] = [p.grad for p in norm.parameters()]
+    results["buffers"] = [b.clone() for b in norm.buffers()]
+    return results
+
+
+def whole_norm(shape: str) -> nn.Module:
+    cls = nn.BatchNorm2d if shape == "NCHW" else nn.BatchNorm1d
+    return cls(5).double()
+
+
+MINE = (slice(0, 4), slice(4, 9))
+
+
+def assert_part_of_whole(norm: SyncBatchNorm, case: Any, rank: int) -> None:
+    """The norm computes for this rank's samples what a norm of all samples does."""
+    want = run_norm(whole_norm(case[0]), case, slice(0, 9))
+    results = run_norm(norm, case, MINE[rank])
+    for step in ("0", "1", "eval"):
+        for ours, whole in zip(results[step], want[step], strict=True):
+            close(ours, whole[MINE[rank]], 1e-11)
+    for ours, whole in zip(results["sums"], want["sums"], strict=True):
+        dist.all_reduce(ours)
+        close(ours, whole, 1e-11)
+    close(results["buffers"], want["buffers"], 1e-11)
+
+
+def sync_batch_norm_is_one_batch_norm(rank: int) -> None:
+    for case in NORMS:
+        shape, last, relu, _ = case
+        norm = SyncBatchNorm(5, channel_last=last, fuse_relu=relu).double()
+        norm.load_state_dict(whole_norm(shape).state_dict())
+        assert_part_of_whole(norm, case, rank)
+
+
+def a_converted_norm_is_synchronised_and_a_group_of_one_is_not(rank: int) -> None:
+    case = ("NCHW", False, False, False)
+    group = create_syncbn_process_group(1)
+    alone = SyncBatchNorm(5, process_group=group).double()
+    want = run_norm(whole_norm("NCHW"), case, MINE[rank])
+    for name, values in run_norm(alone, case, MINE[rank]).items():
+        close(values, want[name], 1e-11)
+    everybody = create_syncbn_process_group(2)
+    assert dist.get_world_size(everybody) == 2
+    assert dist.get_world_size(group) == 1
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match="group_size"):
+            create_syncbn_process_group(wrong)
+    converted = convert_syncbn_model(nn.Sequential(whole_norm("NCHW")), everybody)
+    assert_part_of_whole(converted[0], case, rank)
+
+
+CHECKS: dict[str, tuple[Callable[[int], None], ...]] = {
+    "data parallel": (
+        gradients_are_reduced_as_the_option_says, float16_overflows_unless_it_is_told_otherwise,
+        parameters_start_as_rank_0_has_them_and_buffers_stay, allreduce_can_be_disabled,
+        copies_keep_the_options, data_parallel_says_what_is_wrong,
+    ),
+    "others": (
+        reducer, sync_batch_norm_is_one_batch_norm,
+        a_converted_norm_is_synchronised_and_a_group_of_one_is_not,
+    ),
+}  # fmt: skip
+
+
+def on_a_rank(rank: int, name: str) -> None:
+    for check in CHECKS[name]:
+        check(rank)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_ranks(name: str, tmp_path: Path) -> None:
+    results_of_two_ranks(on_a_rank, tmp_path, name)
+
+
+# --- in this process
 
 
 def test_without_a_process_group() -> None:
@@ -152,48 +374,6 @@ def test_a_model_that_outlives_the_process_group_ends(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_reducer(ranks: list[Any]) -> None:
-    net = seeded(0, Net)
-    net.second.half()
-    for rank in ranks:
-        results = rank["reducer"]
-        _close(results["parameters"], [p.detach() for p in net.parameters()])
-        for i, (p, grad) in enumerate(zip(net.parameters(), results["module"], strict=True)):
-            if p.requires_grad and i != 2:
-                assert torch.equal(grad, torch.full_like(p, i + 0.5))
-            else:
-                assert grad is None
-        assert torch.equal(results["list"][0], torch.full((2, 3), 0.5))
-        assert torch.equal(results["list"][1], torch.full((4,), 1.5).half())
-        assert torch.equal(results["strided"], torch.tensor([[0.0, 1.0], [0.5, 1.5]]))
-
-
-def _same_as_whole(parts: list[dict[str, Any]], want: dict[str, Any]) -> None:
-    for step in ("0", "1", "eval"):
-        for mine, others, whole in zip(parts[0][step], parts[1][step], want[step], strict=True):
-            _close(torch.cat([mine, others]), whole, 1e-11)
-    for mine, others, whole in zip(parts[0]["sums"], parts[1]["sums"], want["sums"], strict=True):
-        _close(mine + others, whole, 1e-11)
-    for part in parts:
-        _close(part["buffers"], want["buffers"], 1e-11)
-
-
-@pytest.mark.parametrize("case", NORMS, ids=str)
-def test_sync_batch_norm_is_one_batch_norm(ranks: list[Any], case: Any) -> None:
-    parts = [rank["norm"]["cases"][NORMS.index(case)] for rank in ranks]
-    _same_as_whole(parts, run_norm(whole_norm(case[0]), case, slice(0, 9)))
-
-
-def test_a_converted_norm_is_synchronised_and_a_group_of_one_is_not(ranks: list[Any]) -> None:
-    case = ("NCHW", False, False, False)
-    want = run_norm(whole_norm("NCHW"), case, slice(0, 9))
-    _same_as_whole([rank["norm"]["converted"] for rank in ranks], want)
-    for rank, mine in zip(ranks, (slice(0, 4), slice(4, 9)), strict=True):
-        expected = run_norm(whole_norm("NCHW"), case, mine)
-        for name, values in expected.items():
-            _close(rank["norm"]["alone"][name], values, 1e-11)
-
-
 @pytest.mark.parametrize("channel_last", [False, True])
 def test_conversion_keeps_what_a_model_is(channel_last: bool) -> None:
     model = nn.Sequential(
@@ -218,8 +398,8 @@ def test_conversion_keeps_what_a_model_is(channel_last: bool) -> None:
     for ours, theirs in zip((model[0], model[2], model[3][0]), (want[0], want[2], want[3][0])):
         argument = x.movedim(1, -1).contiguous() if channel_last else x
         got = ours(argument)
-        _close(got.movedim(-1, 1) if channel_last else got, theirs(x))
-        _close(ours.running_var, theirs.running_var)
+        close(got.movedim(-1, 1) if channel_last else got, theirs(x))
+        close(ours.running_var, theirs.running_var)
     single = nn.BatchNorm2d(3)
     assert convert_syncbn_model(single) is single
     assert type(single) is SyncBatchNorm
@@ -231,4 +411,4 @@ def test_torch_fx_has_one_call_of_the_module() -> None:
     traced = torch.fx.symbolic_trace(nn.Sequential(norm).eval())
     x = torch.randn(2, 4, 4, 3)
     assert [node.op for node in traced.graph.nodes] == ["placeholder", "call_module", "output"]
-    _close(traced(x), norm(x))
+    close(traced(x), norm(x))

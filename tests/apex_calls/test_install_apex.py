@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-import fusedtrain
 from fusedtrain.apex._run import main
+from helpers import environment
 from helpers.processes import Done, run_python
-
-ROOT = Path(fusedtrain.__file__).parent.parent
 
 
 def python(folder: Path, *arguments: str) -> Done:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return run_python(*arguments, cwd=folder, env={**os.environ, "PYTHONPATH": path})
+    return run_python(*arguments, cwd=folder, env=environment())
 
 
 def check(folder: Path, code: str) -> None:

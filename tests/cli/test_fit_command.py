@@ -66,7 +66,7 @@ def test_table_json_and_plan(
     assert f"{saved} is written" in captured.err
     names: dict[str, object] = {}
     exec(SOURCE, names)
-    model = names["build_model"]()  # type: ignore[operator]
+    model = names["build_model"]()
     fusedtrain.convert(model, memory=fusedtrain.MemoryPlan.load(saved))
     model(torch.randn(8, 3, 16, 16)).sum().backward()
     capsys.readouterr()

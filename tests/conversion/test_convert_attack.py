@@ -113,7 +113,7 @@ class Child(nn.Module):
         self.parents, self.c = [parent], nn.Conv2d(4, 4, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        value: Tensor = self.parents[0].act(self.c(x))  # type: ignore[operator]
+        value: Tensor = self.parents[0].act(self.c(x))
         return value
 
 
@@ -278,9 +278,9 @@ def seen(net: nn.Module, x: Tensor) -> list[Any]:
     kind = type(result)
     values = list(result.values()) if isinstance(result, dict) else result
     outputs = list(values) if isinstance(values, (list, tuple)) else [values]
-    outputs += [vars(net).get("tap"), net.holder.value, LOG.pop("value", None)]  # type: ignore[union-attr]
+    outputs += [vars(net).get("tap"), net.holder.value, LOG.pop("value", None)]
     outputs = [o for o in outputs if o is not None]
-    sum((o * o.detach().cos()).sum() for o in outputs if o.requires_grad).backward()  # type: ignore[union-attr]
+    sum((o * o.detach().cos()).sum() for o in outputs if o.requires_grad).backward()
     gradients = [leaf.grad, *(p.grad for p in net.parameters())]
     buffers = [b.clone() for b in net.buffers()]
     return [kind, [o.detach() for o in outputs], gradients, buffers, torch.rand(2)]

@@ -132,7 +132,7 @@ def test_the_product_of_t5() -> None:
     assert [(p.name, p.activation) for p in report.products] == [("", "SiLU")]
     assert report.left_products == []
     # Values that only the other way needs are freed at once.
-    assert re.search(r"else:\n +value_\d+ = value_\d+ = None\n", rewritten_of(model).source)  # type: ignore[union-attr]
+    assert re.search(r"else:\n +value_\d+ = value_\d+ = None\n", rewritten_of(model).source)
     model.down.bfloat16()  # the way that casts
     assert model(INPUTS[0]).dtype is torch.bfloat16
 

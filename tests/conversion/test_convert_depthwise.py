@@ -300,7 +300,7 @@ def block() -> nn.Sequential:
 
 def prepared(model: nn.Module) -> nn.Module:
     quantization = torch.ao.quantization
-    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     return quantization.prepare_qat(model.train())
 
 

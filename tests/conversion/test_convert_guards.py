@@ -242,7 +242,7 @@ def _switched(function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     def wrapper(x: torch.Tensor) -> torch.Tensor:
         return x if _PASSES_ON else function(x)
 
-    wrapper.func = function  # type: ignore[attr-defined]
+    wrapper.func = function
     return wrapper
 
 

@@ -38,7 +38,7 @@ def _of_another(x: Tensor) -> Tensor:
 
 
 def _going(module: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = module.go(x)  # type: ignore[operator]
+    y: Tensor = module.go(x)
     return y
 
 
@@ -105,11 +105,11 @@ class Pair(NamedTuple):
 
 
 settings = types.ModuleType("settings_of_indirect_guards")
-settings.GAIN = 0.5  # type: ignore[attr-defined]
-settings.Inner = Options  # type: ignore[attr-defined]
+settings.GAIN = 0.5
+settings.Inner = Options
 sys.modules[settings.__name__] = settings
 package = types.ModuleType("package_of_indirect_guards")
-package.settings = settings  # type: ignore[attr-defined]
+package.settings = settings
 TABLE: dict[str, Any] = {"act": _of_gain}
 OPTIONS, SPECIAL = Options(Options()), Special()
 scaled, change_gain = _scaled_by(0.5)
@@ -214,15 +214,15 @@ ROWS: list[type] = []
 
 
 def _imports(self: Any, x: Tensor) -> Tensor:
-    from settings_of_indirect_guards import GAIN as gain  # type: ignore[import-not-found]
+    from settings_of_indirect_guards import GAIN as gain
 
-    return x * gain  # type: ignore[no-any-return]
+    return x * gain
 
 
 def _imports_whole(self: Any, x: Tensor) -> Tensor:
     import settings_of_indirect_guards
 
-    return x * settings_of_indirect_guards.GAIN  # type: ignore[no-any-return]
+    return x * settings_of_indirect_guards.GAIN
 
 
 def _reads_module(module: Any, x: Tensor) -> Tensor:
@@ -431,9 +431,9 @@ def test_another_profiler_of_c_is_not_disturbed(monkeypatch: pytest.MonkeyPatch)
 def test_library_code_has_no_guards() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.SiLU())
     fusedtrain.convert(model)
-    assert not rewritten_of(model).guards._names  # type: ignore[union-attr]
+    assert not rewritten_of(model).guards._names
     unit, _, _ = _converted(Plain)
-    assert not rewritten_of(unit).guards._names  # type: ignore[union-attr]
+    assert not rewritten_of(unit).guards._names
 
 
 def test_a_logger_is_no_container(caplog: pytest.LogCaptureFixture) -> None:
@@ -444,5 +444,5 @@ def test_a_logger_is_no_container(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_function_that_lives_no_longer_than_the_forward_is_not_held() -> None:
     model, _, _ = _converted(WAYS["a function in the forward"][0])
-    names = [row[1] for row in rewritten_of(model).guards._names]  # type: ignore[union-attr]
+    names = [row[1] for row in rewritten_of(model).guards._names]
     assert "x" not in names

@@ -75,7 +75,7 @@ def _hooked(module: nn.Module) -> nn.Module:
 
 
 def _patched(module: nn.Module) -> nn.Module:
-    module.forward = type(module).forward.__get__(module)  # type: ignore[method-assign]
+    module.forward = type(module).forward.__get__(module)
     return module
 
 

@@ -65,7 +65,7 @@ def nodes_of(output: Tensor) -> list[str]:
     """Names of the nodes of an output's graph."""
     nodes = [output.grad_fn]
     for node in nodes:
-        nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]  # type: ignore[union-attr]
+        nodes += [n for n, _ in node.next_functions if n is not None and n not in nodes]
     return [type(node).__name__ for node in nodes]
 
 
@@ -139,7 +139,7 @@ def test_broadcast_and_promoted_residuals() -> None:
         model = Sum(TOTALS[name], nn.ReLU())
         model.conv.bfloat16()
         forward = model.conv.forward
-        model.conv.forward = lambda x, forward=forward: forward(x.bfloat16())  # type: ignore[misc]
+        model.conv.forward = lambda x, forward=forward: forward(x.bfloat16())
         stock = copy.deepcopy(model)
         fusedtrain.convert(model)
         assert model(image()).dtype == stock(image()).dtype == dtype

@@ -243,7 +243,7 @@ def test_gradients_alone_differ_a_little(monkeypatch: pytest.MonkeyPatch, always
 
 def test_a_model_that_returns_more_than_tensors() -> None:
     class Named(Block):
-        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:  # type: ignore[override]
+        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Any]:
             return {"y": super().forward(x) * scale, "n": 3}
 
     example = {"x": image(channels=4), "scale": torch.ones(1)}

@@ -164,7 +164,7 @@ def test_a_rewritten_forward(memory: str, within: bool) -> None:
     expected = {mode: results(_named(model), x, mode) for mode in (True, False)}
     report = fusedtrain.convert(model, memory=memory)
     assert len(report.norms) == 2
-    assert has_own_forward(model[0] if within else model)  # type: ignore[index]
+    assert has_own_forward(model[0] if within else model)
     traced = fx.symbolic_trace(model)
     for one in (traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced))):
         for mode in (True, False):

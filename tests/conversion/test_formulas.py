@@ -161,7 +161,7 @@ def test_the_input_may_be_computed() -> None:
         z = 2 * x + y * x
         return z * torch.sigmoid(z) + y
 
-    (match,) = matches(function)  # type: ignore[arg-type]
+    (match,) = matches(function)
     assert match.name == "silu"
     assert match.input.name == "add"
 
@@ -244,7 +244,7 @@ def test_a_function_is_as_exact_as_its_spellings(name: str, dtype: torch.dtype) 
     for function in SPELLINGS[name]:
         (match,) = matches(function)
         results = []
-        for one in (lambda x, f=function: f(x), lambda x, m=match: activated(  # type: ignore[misc]
+        for one in (lambda x, f=function: f(x), lambda x, m=match: activated(
             x, m.name, m.number, False, **m.parameters
         )):  # fmt: skip
             leaf = x.clone().requires_grad_()

@@ -50,7 +50,7 @@ def test_calls_and_parameters_are_in_the_graph() -> None:
 
 
 def test_nn_module_is_as_before_also_where_a_forward_raises() -> None:
-    before, patcher = methods(), fx._symbolic_trace._Patcher  # type: ignore[attr-defined]
+    before, patcher = methods(), fx._symbolic_trace._Patcher
 
     def fail() -> None:
         raise RuntimeError("no forward")
@@ -58,7 +58,7 @@ def test_nn_module_is_as_before_also_where_a_forward_raises() -> None:
     with pytest.raises(RuntimeError, match="no forward"):
         traced(Block(fail))
     assert methods() == before
-    assert fx._symbolic_trace._Patcher is patcher  # type: ignore[attr-defined]
+    assert fx._symbolic_trace._Patcher is patcher
     assert patcher is _torch_private.FxPatcher
     block = Block()
     assert torch.equal(block(torch.ones(2, 3)), block.second(block.first(torch.ones(2, 3))))

@@ -288,11 +288,11 @@ def test_state_of_places() -> None:
     state = State([model])
     model.steps, model.meter.calls = int("0"), int("0")
     assert not state.changed()
-    model.steps, model.extra, model.meter.new = 5, [], 1  # type: ignore[attr-defined]
+    model.steps, model.extra, model.meter.new = 5, [], 1
     del model.space.n
     model.rows += [1, 2]
     model.recent.append(1)
-    Net.later = 1  # type: ignore[attr-defined]
+    Net.later = 1
     model.head = nn.Linear(1, 1)
     assert state.changed()
     state.restore()
@@ -313,7 +313,7 @@ def test_memory_that_is_resized_or_replaced() -> None:
             self.weight = nn.Parameter(torch.ones(3))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.least.resize_(3).copy_(x.amin(0))  # type: ignore[operator]
+            self.least.resize_(3).copy_(x.amin(0))
             self.weight.data = self.weight.data[:2].clone()
             self.weight.requires_grad_(False)
             return x * 2
@@ -323,6 +323,6 @@ def test_memory_that_is_resized_or_replaced() -> None:
     for _ in range(2):
         with preserver():
             model(torch.randn(4, 3))
-        assert model.least.shape == (0,)  # type: ignore[union-attr]
+        assert model.least.shape == (0,)
         assert torch.equal(model.weight, torch.ones(3))
         assert model.weight.requires_grad

@@ -93,7 +93,7 @@ def adapted(model: nn.Module) -> tuple[Tensor, ...]:
         values = [m._parameters[k] for m, k in names]
         steps = torch.autograd.grad(clone(x).square().mean(), values, create_graph=True)
         for (module, key), value, step in zip(names, values, steps):
-            module._parameters[key] = value - 0.1 * step  # type: ignore[assignment, operator]
+            module._parameters[key] = value - 0.1 * step
     return torch.autograd.grad(clone(x).square().mean(), list(model.parameters()))
 
 
@@ -156,7 +156,7 @@ def on_the_class(model: Any) -> None:
 def by_super(model: Any) -> None:
     kind = type(model)
 
-    class Made(kind):  # type: ignore[valid-type, misc]
+    class Made(kind):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + 1
 
@@ -226,11 +226,11 @@ def test_a_method_taken_from_one_module_runs_on_another() -> None:
     model, stock = pair()
     other, expected = Net(), Net()
     expected.load_state_dict(other.state_dict())
-    function: Any = model.forward.__func__  # type: ignore[attr-defined]
+    function: Any = model.forward.__func__
     torch.testing.assert_close(function(other, image()), expected(image()))
     torch.testing.assert_close(Net.forward(model, image()), stock(image()))
     assert inspect.signature(model.forward) == inspect.signature(stock.forward)
-    assert (type(model), model.forward.__self__) == (Net, model)  # type: ignore[attr-defined]
+    assert (type(model), model.forward.__self__) == (Net, model)
 
 
 def test_a_subclass_whose_parent_class_has_converted_instances() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fusedtrain.folding import _conv_act
 from fusedtrain.folding._conv_act import Act, ConvAct2d, assign
+from helpers.gpu import NEEDS_GPU
 
 NOT_SUPPORTED = "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"
 
@@ -136,7 +137,7 @@ def test_other_errors_and_mistakes(install: Callable[..., Library]) -> None:
     assert conv._refused is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@NEEDS_GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
 @pytest.mark.parametrize("residual", [False, True])

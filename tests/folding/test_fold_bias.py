@@ -150,9 +150,9 @@ def test_left() -> None:
     with pytest.raises(RuntimeError, match="made for inputs of 2 dimensions, not 3"):
         linear(torch.randn(2, 6, 4))
     with pytest.raises(TypeError, match="model must be"):
-        fusedtrain.drop_redundant_bias([])  # type: ignore[arg-type]
+        fusedtrain.drop_redundant_bias([])
     with pytest.raises(TypeError, match="example_inputs"):
-        fusedtrain.drop_redundant_bias(linear, 1)  # type: ignore[arg-type]
+        fusedtrain.drop_redundant_bias(linear, 1)
 
 
 def test_functional_call_writes_nothing() -> None:

@@ -146,9 +146,9 @@ def test_left() -> None:
         model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.BatchNorm2d(4)).eval()
         assert len(fusedtrain.fold_frozen_norms(model)) == 0
     with pytest.raises(TypeError, match="model must be"):
-        fusedtrain.fold_frozen_norms(None)  # type: ignore[arg-type]
+        fusedtrain.fold_frozen_norms(None)
     with pytest.raises(TypeError, match="example_inputs"):
-        fusedtrain.fold_frozen_norms(model, "eval")  # type: ignore[arg-type]
+        fusedtrain.fold_frozen_norms(model, "eval")
 
 
 class ByMode(ByNames):

@@ -18,8 +18,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .worker import prepare, work
-
 if TYPE_CHECKING:
     from .engine import Outcome, Task
 
@@ -135,6 +133,8 @@ def _names(family: str) -> list[str]:
 
 
 def run(options: argparse.Namespace, seed: int, families: list[str], folder: str) -> int:
+    from .engine import prepare, work  # heavy: the first line is on the screen
+
     progress = Progress()
     queues = _queue(options, seed, families)
     minutes = options.minutes or (None if options.examples else 1.0)
@@ -158,7 +158,7 @@ def run(options: argparse.Namespace, seed: int, families: list[str], folder: str
             done, _ = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
             for future in done:
                 task, began = waiting.pop(future)
-                progress.spent[task.family] += time.time() - began  # type: ignore[assignment]
+                progress.spent[task.family] += time.time() - began
                 try:
                     progress.add(future.result())
                 except BrokenProcessPool:

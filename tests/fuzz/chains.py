@@ -52,7 +52,7 @@ def an_activation(pick: Pick, context: Context) -> tuple[str, str]:
     table = dict(SMOOTH)
     if context.dtype == "float64" and not context.smooth:
         table.update(KINKED)
-    return pick(*table.items())  # type: ignore[no-any-return]
+    return pick(*table.items())
 
 
 def bends(name: str) -> bool:

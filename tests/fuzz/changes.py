@@ -191,7 +191,7 @@ def reparametrised(side: Side, path: str, kind: str) -> None:
 
 
 def folded(side: Side, conv: str, norm: str) -> None:
-    fused = fuse_conv_bn_eval(side.part(conv).eval(), side.part(norm).eval())  # type: ignore[type-var]
+    fused = fuse_conv_bn_eval(side.part(conv).eval(), side.part(norm).eval())
     above, name = side.place(conv)
     setattr(above, name, fused)
     above, name = side.place(norm)
@@ -251,7 +251,7 @@ def one_by_one(side: Side, x: Tensor) -> Any:
 def replica(side: Side, x: Tensor) -> Any:
     """As torch.nn.parallel.replicate makes one."""
     modules = list(side.model.modules())
-    copies: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in modules}  # type: ignore[no-untyped-call]
+    copies: dict[nn.Module, Any] = {m: m._replicate_for_data_parallel() for m in modules}
     for module, twin in copies.items():
         for name, child in module._modules.items():
             twin._modules[name] = None if child is None else copies[child]

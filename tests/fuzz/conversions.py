@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from .networks import Network, drawn
 from .tensors import Pick
 
-_PROGRAM = """\
+_HEAD = """\
 import copy
 import fusedtrain
 import torch
@@ -26,7 +26,11 @@ net = Net().to(torch.{dtype}){mode}
 for t in net.state_dict().values():
     if t.is_floating_point():
         nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
-{hook}inputs = [torch.randn(3, 4, 6, 5, dtype=torch.{dtype}) for _ in range(20)]
+{hook}"""
+_PROGRAM = (
+    _HEAD
+    + """\
+inputs = [torch.randn(3, 4, 6, 5, dtype=torch.{dtype}) for _ in range(20)]
 autocast = torch.autocast("cpu", torch.bfloat16, enabled={autocast})
 
 def train(model):
@@ -54,6 +58,7 @@ for step in range(20):
     message = f"step {{step}}: {{{{}}}}".format
     torch.testing.assert_close(results, want, rtol={limit}, atol={limit}, msg=message)
 """
+)
 # torch raises where a converted model modifies what backward needs: convert's docstring says so.
 # The same holds after fold_frozen_norms, where the activation of a BatchNormAct2d is a call of its
 # own.
@@ -83,21 +88,10 @@ _CONDITIONED = """\
     if not max(gap.max() for gap in gaps) < {limit}:
         break
 """
-_FOLDED = """\
-import copy
-import fusedtrain
-import torch
-import torch.nn.functional as N
-from torch import nn
-
-{net}
-
-torch.manual_seed({seed})
-net = Net().double()
-for t in net.state_dict().values():
-    if t.is_floating_point():
-        nn.init.uniform_(t, 0.1, 0.6) if t.dim() == 1 else nn.init.uniform_(t, -0.4, 0.5)
-{hook}net.eval()
+_FOLDED = (
+    _HEAD
+    + """\
+net.eval()
 x = torch.randn(3, 4, 6, 5, dtype=torch.float64)
 state = copy.deepcopy(net.state_dict())
 with torch.no_grad():
@@ -107,6 +101,7 @@ with torch.no_grad():
 torch.testing.assert_close(results, want, rtol=1e-9, atol=1e-9)
 torch.testing.assert_close(net.state_dict(), state, rtol=0, atol=0)
 """
+)
 
 
 def _program(
@@ -186,8 +181,9 @@ def folded(draw: Callable[..., Any]) -> str:
     network = drawn(pick)
     example = pick("", ", x.clone()", ", fuse_activation=False")
     return _FOLDED.format(
-        net=network.source(), seed=pick(*range(20)), hook=network.hook(), example=example
-    )
+        net=network.source(), seed=pick(*range(20)), hook=network.hook(), example=example,
+        dtype="float64", mode="",
+    )  # fmt: skip
 
 
 @st.composite

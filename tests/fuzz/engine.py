@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 import traceback
 import warnings
@@ -143,6 +144,16 @@ def run_task(
     if notes is not None:
         notes.unlink(missing_ok=True)
     return outcome
+
+
+def prepare() -> None:
+    """One thread for a worker process."""
+    torch.set_num_threads(1)
+
+
+def work(task: Task, folder: str) -> Outcome:
+    """Runs a task; the program of the moment is in the folder, should the process die."""
+    return run_task(task, notes=Path(folder) / f"{os.getpid()}.py")
 
 
 def tasks(family: str, seed: int, cases: int, only: str = "", most: int = 10**9) -> Iterator[Task]:

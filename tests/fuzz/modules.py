@@ -47,14 +47,13 @@ def activation(name: str, pick: Pick, context: Context) -> Call:
     function = FUNCTIONS[name.lower()]
     listed = pick(*ARGUMENTS.get(name, ("",)))
     call = ops.activation(function, pick, context)
-    call.ours, call.setup = "m(x)", _setup(pick, f"{name}({listed})")
     if hasattr(torch.nn, name):
         call.plain = f"torch.nn.{name}({listed})(x)"
     else:  # with the defaults
-        row = ACTIVATIONS[function]
-        named = dict(zip(row.parameters, row.example, strict=True))
-        call.plain = ops.PLAIN[function].format(**named)
-    call.inplace = ""
+        defaults = "".join(f", {value}" for value in ACTIVATIONS[function].example)
+        call.plain = ops.plain_of(function, defaults)[0]
+    call.ours, call.inplace = "m(x)", ""
+    call.setup += _setup(pick, f"{name}({listed})")
     return call
 
 
@@ -97,52 +96,19 @@ def bias_act_dropout(pick: Pick, context: Context) -> Call:
     )  # fmt: skip
 
 
-_ACT_LAYERS = {"identity": "torch.nn.Identity", "elu": "torch.nn.ELU", "gelu": "torch.nn.GELU",
-               "mish": "torch.nn.Mish", "relu": "torch.nn.ReLU", "relu6": "torch.nn.ReLU6",
-               "selu": "torch.nn.SELU", "sigmoid": "torch.nn.Sigmoid", "silu": "torch.nn.SiLU",
-               "softplus": "torch.nn.Softplus", "tanh": "torch.nn.Tanh",
-               "hardtanh": "torch.nn.Hardtanh", "leaky_relu": "torch.nn.LeakyReLU"}  # fmt: skip
-
-
 def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     """The BatchNormAct classes, in training or not, with a residual or without."""
     rank = {"1": pick(2, 3), "2": 4, "3": 5}.get(name[-2], 4)
     sizes = (pick(4, 2, 6), pick(3, 1, 5), *(pick(3, 2, 5) for _ in range(rank - 2)))
-    act, form = chains.an_activation(pick, context)
-    training, affine = pick(True, False), pick(True, False)
-    vector = "float64" if context.dtype == "float64" else "float32"
-    channels = f"{sizes[1]}, dtype=torch.{vector}"
-    values = "3 * torch.randn({shape}, dtype=torch.float64)"
-    repeats = not (training and chains.bends(act))  # as in norms.batch_norm_act
-    tensors = {"x": in_memory(pick, sizes, values, context.dtype, repeats)}
-    tensors |= {
-        "running_mean": f"torch.randn({channels})",
-        "running_var": f"0.5 + torch.rand({channels})",
-    }
-    if affine:
-        tensors |= {"weight": f"torch.randn({channels})", "bias": f"torch.randn({channels})"}
-    state = ", ".join(f"{n!r}: {n}" for n in tensors if n != "x")
-    weights = "weight, bias" if affine else "None, None"
-    z = f"N.batch_norm(x, running_mean, running_var, {weights}, {training}, 0.1, 1e-5)"
-    called = "x"
-    if name == "BatchNormAddAct" or pick(False, True):
-        tensors["residual"] = in_memory(pick, sizes, values, context.dtype)
-        z, called = f"({z} + residual)", "(x, residual)"
-    made = f"{name}({sizes[1]}, affine={affine}, act_layer={_ACT_LAYERS[act]}).train({training})"
-    trained = tuple(n for n in ("x", "weight", "bias", "residual") if n in tensors)
-    return Call(
-        f"functional_call(m, {{{state}}}, {called})", form.format(z=z), tensors, trained,
-        # The module does not move them again in a recomputation.
-        ("running_mean", "running_var") if training and context.mode != "checkpoint" else (),
-        setup=_setup(pick, made), forward=5.0, backward=50.0,
-    )  # fmt: skip
+    call = norms.batch_norm(pick, context, sizes, name)
+    call.setup = _setup(pick, *call.setup)
+    return call
 
 
 def conv_bn_act(pick: Pick, context: Context) -> Call:
     """ConvBnAct, whose norm is a BatchNormAct2d."""
-    call = batch_norm("BatchNormAct2d", pick, context)
-    act = call.setup[-1].partition("act_layer=")[2].partition(")")[0]
-    training = ".train(True)" in call.setup[-1]
+    act, form = chains.an_activation(pick, context)
+    training = pick(True, False)
     n, c = pick(4, 6), 3
     values = "3 * torch.randn({shape}, dtype=torch.float64)"
     vector = "float64" if context.dtype == "float64" else "float32"
@@ -156,12 +122,13 @@ def conv_bn_act(pick: Pick, context: Context) -> Call:
              "bn.running_mean": "mean", "bn.running_var": "var"}  # fmt: skip
     state = ", ".join(f"{k!r}: {v}" for k, v in names.items())
     z = "N.conv2d(x, kernel, padding=1)"
-    form = f"{act}()(N.batch_norm({z}, mean, var, weight, bias, {training}, 0.1, 1e-5))"
+    z = f"N.batch_norm({z}, mean, var, weight, bias, {training}, 0.1, 1e-5)"
+    made = f"ConvBnAct(2, {c}, 3, padding=1, act_layer=torch.nn.{norms.ACT_LAYERS[act]})"
     moved = ("mean", "var") if training and context.mode != "checkpoint" else ()
     return Call(
-        f"functional_call(m, {{{state}}}, x)", form, tensors, ("x", "kernel", "weight", "bias"),
-        moved, forward=20.0, backward=400.0,
-        setup=_setup(pick, f"ConvBnAct(2, {c}, 3, padding=1, act_layer={act}).train({training})"),
+        f"functional_call(m, {{{state}}}, x)", form.format(z=z), tensors,
+        ("x", "kernel", "weight", "bias"), moved, _setup(pick, f"{made}.train({training})"),
+        forward=20.0, backward=400.0,
     )  # fmt: skip
 
 

@@ -12,9 +12,20 @@ from .calls import Call, Context
 from .chains import an_activation, bends
 from .tensors import Pick, shape
 
+# Class of the activation of a module.
+ACT_LAYERS = {
+    "identity": "Identity", "elu": "ELU", "gelu": "GELU", "mish": "Mish", "relu": "ReLU",
+    "relu6": "ReLU6", "selu": "SELU", "sigmoid": "Sigmoid", "silu": "SiLU", "softplus": "Softplus",
+    "tanh": "Tanh", "hardtanh": "Hardtanh", "leaky_relu": "LeakyReLU",
+}  # fmt: skip
+
 
 def batch_norm_act(pick: Pick, context: Context) -> Call:
-    sizes = shape(pick, (4, 2, 3, 5), (3, 2, 4, 7, 8))
+    return batch_norm(pick, context, shape(pick, (4, 2, 3, 5), (3, 2, 4, 7, 8)))
+
+
+def batch_norm(pick: Pick, context: Context, sizes: tuple[int, ...], module: str = "") -> Call:
+    """A call of the function; or of a module of that class, which its setup is to make."""
     training = pick(True, False) and (not sizes or _many(sizes))
     name, form = an_activation(pick, context)
     vector = "float64" if context.dtype == "float64" else "float32"
@@ -23,34 +34,42 @@ def batch_norm_act(pick: Pick, context: Context) -> Call:
     repeats = not (training and bends(name))
     tensors = {"x": context.random(pick, sizes, repeats=repeats)}
     moved: tuple[str, ...] = ()
-    if not training or pick(True, False):
-        tensors["mean"] = f"torch.randn({channels}, dtype=torch.{vector})"
-        tensors["var"] = f"0.5 + torch.rand({channels}, dtype=torch.{vector})"
-        moved = ("mean", "var") if training else ()
-    statistics = "mean, var" if "mean" in tensors else "None, None"
+    if module or not training or pick(True, False):
+        tensors["running_mean"] = f"torch.randn({channels}, dtype=torch.{vector})"
+        tensors["running_var"] = f"0.5 + torch.rand({channels}, dtype=torch.{vector})"
+        moved = ("running_mean", "running_var") if training else ()
+    statistics = "running_mean, running_var" if "running_mean" in tensors else "None, None"
     affine = "None, None"
     if pick(True, False):
         tensors["weight"] = f"torch.randn({channels}, dtype=torch.{vector})"
         tensors["bias"] = f"torch.randn({channels}, dtype=torch.{vector})"
         affine = "weight, bias"
+    state = ", ".join(f"{n!r}: {n}" for n in tensors if n != "x")
     z = f"N.batch_norm(x, {statistics}, {affine}, {training}, 0.25, 1e-3)"
     more = f", activation={name!r}"
-    if pick(False, True):
+    if not module and pick(False, True):
         tensors["branch"] = f"torch.rand({sizes[0]}, dtype=torch.{vector})"
         more += ", branch_scale=branch"
         z = f"{z} * branch.detach().reshape({[-1] + [1] * (len(sizes) - 1)})"
-    if pick(False, True):
+    x = "x"
+    if module == "BatchNormAddAct" or pick(False, True):
         tensors["residual"] = context.random(pick, sizes)
         more += ", residual=residual"
         z = f"({z} + residual)"
-    x = "x"
     wide = context.mode == "gradient" and context.dtype in ("float64", "float32")
     if wide and more.count("=") == 1 and name in ("identity", "leaky_relu") and pick(False, True):
         x, more = "x * 1", more + ", overwrite_input=True"
     trained = tuple(n for n in ("x", "weight", "bias", "residual") if n in tensors)
+    ours, setup = f"F.batch_norm_act({x}, {statistics}, {affine}, {training}, 0.25, 1e-3{more})", ()
+    if module:
+        called = "(x, residual)" if "residual" in tensors else "x"
+        ours = f"functional_call(m, {{{state}}}, {called})"
+        made = f"{channels}, 1e-3, 0.25, {affine != 'None, None'}"
+        setup = (f"{module}({made}, act_layer=torch.nn.{ACT_LAYERS[name]}).train({training})",)
+        # The module does not move them again in a recomputation.
+        moved = () if context.mode == "checkpoint" else moved
     return Call(
-        f"F.batch_norm_act({x}, {statistics}, {affine}, {training}, 0.25, 1e-3{more})",
-        form.format(z=z), tensors, trained, moved, forward=5.0, backward=50.0,
+        ours, form.format(z=z), tensors, trained, moved, setup, forward=5.0, backward=50.0,
     )  # fmt: skip
 
 

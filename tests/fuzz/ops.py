@@ -11,26 +11,12 @@ from hypothesis import strategies as st
 
 from fusedtrain import functional
 from fusedtrain.reference import ACTIVATIONS
-from helpers.activations import INPLACE, LIMITS, backward_scale
+from helpers.activations import INPLACE, at_infinities, backward_scale
 
 from . import chains, compare, convolutions, norms
 from .calls import CHAINED, EVERY, STRAIGHT, Call, Context, Generator
 from .tensors import OTHER_DTYPES, VALUES, Pick, in_memory, shape
 
-# Functions without an equal in torch.nn.functional, as one writes them.
-PLAIN = {
-    "sigmoid": "torch.sigmoid(x)",
-    "tanh": "torch.tanh(x)",
-    "quick_gelu": "x * torch.sigmoid(1.702 * x)",
-    "relu_squared": "torch.square(N.relu(x))",
-    "hard_mish": "0.5 * x * (x + 2).clamp(min=0, max=2)",
-    "squareplus": "0.5 * (x + torch.sqrt(x * x + {b}))",
-}
-_WITHOUT = [
-    name for name, row in ACTIVATIONS.items()
-    if not (row.tensors or name in PLAIN or name == "gelu_tanh" or hasattr(N, name))
-]  # fmt: skip
-assert not _WITHOUT, f"neither PLAIN nor torch.nn.functional has {_WITHOUT}"
 # Parameters that every dtype holds exactly: bounds are where derivatives jump.
 PARAMETERS: dict[str, tuple[tuple[float, ...], ...]] = {
     "leaky_relu": ((0.01,), (0.25,), (1.5,), (0.0,), (-0.5,)),
@@ -58,7 +44,8 @@ def special(pick: Pick, name: str, dtype: str) -> str:
     """Special values; without infinities where fusedtrain returns a limit and torch nan."""
     values = ["-0.0", "0.0", "tiny", "-tiny", "tiny / 4", "-tiny / 4", "1.0", "-1.0"]
     if pick(False, True):
-        values += ["torch.nan"] if name in LIMITS else ["torch.nan", "torch.inf", "-torch.inf"]
+        infinities = [] if at_infinities(name).isnan().any() else ["torch.inf", "-torch.inf"]
+        values += ["torch.nan", *infinities]
     listed = ", ".join(values)
     return (
         f"(lambda tiny: torch.tensor([{listed}] * 7, dtype=torch.{dtype}))"
@@ -77,6 +64,14 @@ def argument(pick: Pick, context: Context, name: str, sizes: tuple[int, ...]) ->
     return in_memory(pick, sizes, values, context.dtype)
 
 
+def plain_of(name: str, listed: str) -> tuple[str, tuple[str, ...]]:
+    """The call in plain torch, and an import: for functions that torch lacks, the reference."""
+    if hasattr(N, name):
+        return f"N.{name}(x{listed})", ()
+    imported = "from fusedtrain.reference import ACTIVATIONS"
+    return f"ACTIVATIONS[{name!r}].forward(x{listed})", (imported,)
+
+
 def activation(name: str, pick: Pick, context: Context) -> Call:
     """A call of a function of one tensor."""
     row = ACTIVATIONS[name]
@@ -85,12 +80,9 @@ def activation(name: str, pick: Pick, context: Context) -> Call:
     extra = ""
     if name == "gelu" and pick(False, True):
         extra = ", approximate='tanh'"
-    named = dict(zip(row.parameters, values, strict=True))
-    plain = PLAIN[name].format(**named) if name in PLAIN else f"N.{name}(x{listed}{extra})"
+    plain, setup = plain_of(name, listed + extra)
     coarse = 1e3 if context.dtype == "float64" else 1.0
     scale = 1e7 if name in COARSE and context.dtype == "float64" else 1.0
-    if name == "squareplus" and context.dtype == "float64":
-        scale = 16.0  # of plain torch's formula, which cancels at -300
     if context.smooth and name not in COARSE:
         scale *= coarse
     backward = scale * backward_scale(row)
@@ -101,7 +93,7 @@ def activation(name: str, pick: Pick, context: Context) -> Call:
     inplace = f"F.{name}(x{listed}, inplace=True)" if name in INPLACE else ""
     return Call(
         f"F.{name}(x{listed}{extra})", plain, {"x": argument(pick, context, name, shape(pick))},
-        ("x",), inplace=inplace, tolerance=compare.pointwise, forward=scale,
+        ("x",), setup=setup, inplace=inplace, tolerance=compare.pointwise, forward=scale,
         backward=backward,
     )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Unit(nn.Module):
 
     def fuse(self) -> None:
         del self.bn
-        self.forward = self.forward_fuse  # type: ignore[method-assign]
+        self.forward = self.forward_fuse
 
 
 class Basic(nn.Module):

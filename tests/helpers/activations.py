@@ -101,12 +101,18 @@ def backward_scale(row: Activation) -> float:
     return 2.0 if row.saves == "output" or row.tensors else 1.5
 
 
-# Where torch returns nan at an infinity and the function has a limit, we return the limit.
-LIMITS = {
-    "silu": (0.0, None), "mish": (0.0, None), "gelu": (0.0, float("inf")),
-    "gelu_tanh": (0.0, None), "quick_gelu": (0.0, None), "hardswish": (0.0, None),
-    "hard_mish": (0.0, None), "softsign": (-1.0, 1.0), "squareplus": (0.0, None),
-}  # fmt: skip
+def at_infinities(name: str, far: float = float("inf")) -> Tensor:
+    """Values of eager torch in float64 at minus and plus infinity, or at other numbers."""
+    return ACTIVATIONS[name].eager(torch.tensor([-far, far], dtype=torch.float64, device="cpu"))
+
+
+def limits(name: str) -> Tensor:
+    """Values at both infinities; the limit where torch returns nan and the function has one."""
+    far, farther = at_infinities(name, 1e290), at_infinities(name, 1e300)
+    limit = torch.where(farther.abs() > 1e280, farther * float("inf"), farther) + 0.0  # no -0
+    has_one = (far == farther) | limit.isinf()
+    values = at_infinities(name)
+    return torch.where(values.isnan() & has_one, limit, values)
 
 
 def special_values(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -117,9 +123,8 @@ def special_values(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # 17 copies: through the vector body and through the tail
     x = torch.tensor(values * 17, dtype=dtype, device="cpu")
     expected = ACTIVATIONS[name].eager(x)
-    for i, bound in enumerate(LIMITS.get(name, (None, None))):
-        if bound is not None:
-            expected[i :: len(values)] = bound
+    for i, limit in enumerate(limits(name).to(dtype)):
+        expected[i :: len(values)] = limit
     # oneDNN's gelu of a vector loses the sign of zero where the processor has AVX2 alone.
     zero = (x == 0) & (expected == 0)
     expected[zero] = expected[zero].copysign(ACTIVATIONS[name].eager(x.double())[zero].to(dtype))

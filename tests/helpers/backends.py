@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 import cuda_emulator
 from fusedtrain import backend_info
 from fusedtrain.reference import ACTIVATIONS, FAMILIES
-from helpers import placed as placing, pretended_gpu
+from helpers import pretended_gpu
 from helpers.launches import COUNTERS
 from helpers.triton_interpreter import round_to_nearest
 
@@ -213,7 +213,7 @@ def _registered(device: str) -> Registered:
     if device == "cuda" and pretended_gpu.IS_ON:
         return Registered(pretended_gpu.DEVICE)
     if device == "cuda" and not HAS_GPU:
-        pytest.skip("needs a CUDA GPU")
+        pytest.skip("needs a CUDA GPU: never in CI, see `make gpu`")
     if not backend_info().backends[device].loaded:
         pytest.skip(backend_info().backends[device].reason)
     return Registered(device)
@@ -228,11 +228,46 @@ BACKENDS: dict[str, Callable[[], Kernels]] = {
 }
 
 
-def placed(t: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor on the device, with its strides, offset and gaps: off 16 bytes where it was so."""
-    if t.device.type == device and dtype in (None, t.dtype):
+def copied(t: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy with the strides, the gaps and the offset of `t`, which ``t.to(device)`` loses: where
+    memory begins on 16 bytes, both are misaligned alike."""
+    if t.device.type == "meta":
         return t
-    return placing.placed(t, device, dtype)
+    memory = t.detach().as_strided((t.untyped_storage().nbytes() // t.itemsize,), (1,), 0)
+    copy = torch.empty(memory.shape, dtype=dtype or t.dtype, device=device).copy_(memory)
+    return copy.as_strided(t.size(), t.stride(), t.storage_offset())
+
+
+def placed(t: Tensor, device: str, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor on the device, copied where it is elsewhere or of another dtype."""
+    as_asked = t.device.type == device and dtype in (None, t.dtype)
+    return t if as_asked else copied(t, device, dtype)
+
+
+def call_placed(
+    op: Callable[..., Any],
+    device: str,
+    arguments: Iterable[Any],
+    written: Iterable[int],
+    stays: Iterable[int] = (),
+) -> Any:
+    """The result of `op` on copies of the tensors, in lists too, on `device`. The arguments
+    numbered in `written` get the values that `op` wrote; those in `stays` are not copied."""
+    originals, kept = list(arguments), set(stays)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(moved, value))
+        return copied(value, device) if isinstance(value, Tensor) else value
+
+    copies = [v if i in kept else moved(v) for i, v in enumerate(originals)]
+    result = op(*copies)
+    for i in set(written) - kept:
+        old, new = originals[i], copies[i]
+        for a, b in zip(old, new) if isinstance(old, (list, tuple)) else [(old, new)]:
+            if isinstance(a, Tensor) and a.device.type != "meta":
+                a.copy_(b)
+    return result
 
 
 def in_layout_of(values: Tensor, like: Tensor) -> Tensor:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from helpers import ROOT
+import helpers
 from helpers.processes import Done, run_python
 
 
 def environment() -> dict[str, str]:
     """One thread, and this checkout."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return helpers.environment(OMP_NUM_THREADS="1")
 
 
 def heed_ctrl_c() -> None:

@@ -154,8 +154,9 @@ def fake_driver() -> Any:
     from triton.backends.compiler import GPUTarget
 
     class Driver:
-        launched: list[Any] = []  # noqa: RUF012
-        utils: Any = None
+        def __init__(self) -> None:
+            self.launched: list[Any] = []
+            self.utils = self
 
         def load_binary(self, *_: Any) -> tuple[int, ...]:
             return 1, 2, 32, 0, 1024
@@ -179,6 +180,5 @@ def fake_driver() -> Any:
             return lambda *arguments: self.launched.append(arguments)
 
     driver = Driver()
-    driver.utils = driver
     triton.runtime.driver.set_active(driver)
     return driver

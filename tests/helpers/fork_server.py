@@ -34,7 +34,7 @@ def _enter(job: dict[str, Any]) -> None:
     multiprocessing.process.ORIGINAL_DIR = job["cwd"]  # where its spawned processes look for files
     # Variables that Python and torch read when they start.
     if os.environ.get("PYTHONUNBUFFERED"):
-        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout.reconfigure(write_through=True)
     if "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     places = os.environ.get("PYTHONPATH", "")
@@ -44,7 +44,7 @@ def _enter(job: dict[str, Any]) -> None:
 def _run(arguments: list[str]) -> None:
     """As Python runs ``-c code``, ``-m module`` or a file, after ``-W action``."""
     while arguments[0] == "-W":
-        warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
+        warnings.simplefilter(arguments[1])
         arguments = arguments[2:]
     kind, *rest = arguments
     if kind == "-c":

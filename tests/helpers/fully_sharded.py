@@ -24,8 +24,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import fusedtrain
-from helpers.data_parallel import example
+from helpers.optimizer_steps import alike
 from helpers.optimizers import CLASSES, NAMES, make
+from helpers.rank_processes import example
 
 STEPS, SAVED, BAD = 5, 3, 1  # rank 1 has an infinite gradient in step BAD
 _GENERATOR = torch.Generator().manual_seed(5)
@@ -66,7 +67,7 @@ def give_gradients(params: list[Any], step: int, scaler: torch.amp.GradScaler) -
     generator = torch.Generator().manual_seed(step)
     for p in params:
         grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        grad = scaler.scale(grad.float()).to(p.dtype)  # type: ignore[union-attr]
+        grad = scaler.scale(grad.float()).to(p.dtype)
         if isinstance(p, DTensor):
             grad = distribute_tensor(grad, p.device_mesh, p.placements)
         p.grad = grad
@@ -80,6 +81,7 @@ class Run:
         self.model, self.params = model, list(model.parameters())
         self.optimizer = make(name, self.params, **options)
         self.scaler = fusedtrain.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        self.unscales = False  # and clips by torch's function
 
     def train(self, steps: range, rank: int | None = None) -> dict[str, Any]:
         """Trains on one rank's samples, or on all; rank 1 has the infinite gradient."""
@@ -94,24 +96,40 @@ class Run:
             if step == BAD and rank != 0:
                 grad = self.params[0].grad
                 assert grad is not None
-                part = grad.to_local() if rank else grad  # type: ignore[attr-defined]
+                part = grad.to_local() if rank else grad
                 part[0, 0] = float("inf")
+            if self.unscales:
+                self.scaler.unscale_(self.optimizer)
+                nn.utils.clip_grad_norm_(self.params, OPTIONS["max_grad_norm"])
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            assert self.optimizer.grad_norm is not None
-            record["norms"].append(float(self.optimizer.grad_norm))
+            norm = self.optimizer.grad_norm
+            record["norms"].append(None if norm is None else float(norm))
             record["skipped"].append(bool(self.optimizer.last_step_skipped))
             record["scales"].append(self.scaler.get_scale())
         return {**record, "tensors": self.tensors()}
 
     def tensors(self) -> dict[str, Tensor]:
         """Parameters and states, whole."""
-        found = {}
+        tensors = {}
         for i, p in enumerate(self.params):
-            found[f"{i}"] = whole(p)
+            tensors[f"{i}"] = whole(p)
             for name, value in self.optimizer.state[p].items():
-                found[f"{i} {name}"] = whole(value)
-        return found
+                tensors[f"{i} {name}"] = whole(value)
+        return tensors
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Within rounding, which AdamW raises where a gradient is nearly 0: 1.3e-9 with one thread. A
+    bfloat16 weight may be the neighbour."""
+    limits = {torch.float64: 1e-8, torch.float32: 1e-5, torch.bfloat16: 2**-7}
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        limit = limits[value.dtype]
+        if theirs[name.split()[0]].dtype is torch.float64:
+            assert value.dtype is torch.float64 or value.dim() == 0, name
+        error = (ours[name] - value).abs() / value.abs().clamp_min(1)
+        assert (error <= limit).all(), (name, error.max())
 
 
 def saved(runs: dict[str, Run]) -> dict[str, Any]:
@@ -154,10 +172,7 @@ def _resharded(rank: int, folder: str) -> dict[str, Any]:
     save(runs, f"{folder}/of two")
     for kind, run in runs.items():
         results[kind] = [first[kind], run.train(range(SAVED, STEPS), rank)]
-    resumed = {
-        kind: Run(kind, sharded(other_weights(network(KINDS[kind][1]))))
-        for kind in KINDS  # type: ignore[arg-type]
-    }
+    resumed = {kind: Run(kind, sharded(other_weights(network(KINDS[kind][1])))) for kind in KINDS}
     load(resumed, f"{folder}/of one")
     for kind, run in resumed.items():
         results[f"resumed {kind}"] = run.train(range(SAVED, STEPS), rank)
@@ -227,7 +242,7 @@ def coded(folder: str, saves: str, loads: dict[str, str]) -> dict[str, Any]:
     return results
 
 
-def _whole_state(rank: int) -> dict[str, Any]:
+def _whole_state(rank: int) -> None:
     """A state dict of whole tensors, which rank 0 alone loads, goes to the shards of both."""
     run = Run("AdamW", sharded(network()))
     run.train(range(SAVED), rank)
@@ -239,69 +254,52 @@ def _whole_state(rank: int) -> dict[str, Any]:
     other = Run("AdamW", model)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_optimizer_state_dict(model, other.optimizer, state, options=options)
-    return {"want": run.tensors(), "got": other.tensors()}
+    assert alike(other.tensors(), run.tensors())
 
 
-def _collectives(rank: int) -> dict[str, int]:
-    """All-reduces within a step."""
-    counts = {}
+def _collectives(rank: int) -> None:
+    """A step has one all-reduce, and one for an update that is tried first."""
     for name in NAMES:
         run = Run(name, sharded(network()))
         run.train(range(1), rank)
         real = dist.all_reduce
         with mock.patch.object(dist, "all_reduce", side_effect=real) as counter:
             run.optimizer.step()
-        counts[name] = counter.call_count
-    return counts
+        tries = run.optimizer._tries or run.optimizer.param_groups[0].get("caution", False)
+        assert counter.call_count == (2 if tries else 1), name
 
 
-def _converted(rank: int) -> dict[str, Any]:
+def _converted(rank: int) -> None:
     """A model with synchronised statistics; converted before it is sharded."""
-    model = network(normed=True)
+    model, plain = network(normed=True), network(normed=True)
     fusedtrain.convert(model)
     fusedtrain.nn.convert_sync_batchnorm(model)
-    run = Run("AdamW", sharded(model))
-    record = run.train(range(STEPS), rank)
-    with run.optimizer.swap_averages():
+    run, one = Run("AdamW", sharded(model)), Run("AdamW", plain)
+    record, want = run.train(range(STEPS), rank), one.train(range(STEPS))
+    close(record["tensors"], want["tensors"])
+    assert record["scales"] == want["scales"]
+    x = INPUTS[0].flatten(0, 1)
+    plain.eval()
+    with run.optimizer.swap_averages(), one.optimizer.swap_averages():
         model.eval()
-        averaged = model(INPUTS[0].flatten(0, 1)).detach()
-        model.reshard()  # type: ignore[operator]
-    after = model(INPUTS[0].flatten(0, 1)).detach()
-    return {**record, "averaged": averaged, "after": after}
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-9)
+        model.reshard()
+    torch.testing.assert_close(model(x), plain(x), rtol=1e-9, atol=1e-9)
 
 
-def _torch_scaler(rank: int) -> list[Any]:
+def _torch_scaler(rank: int) -> None:
     """torch's GradScaler, with and without unscale_ and torch's clipping."""
-    found = []
+    want = Run("AdamW", network()).train(range(SAVED))["tensors"]
     for unscales in (False, True):
         run = Run("AdamW", sharded(network()))
+        run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
+        run.unscales = unscales
         if unscales:
             run.optimizer.max_grad_norm = None
-        run.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)  # type: ignore[assignment]
-        unscale = run.scaler.step
-
-        def step(optimizer: Any, run: Run = run, unscale: Any = unscale) -> None:
-            run.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(run.params, OPTIONS["max_grad_norm"])
-            unscale(optimizer)
-            # No sweep over gradients is left to report a norm.
-
-        if unscales:
-            with mock.patch.object(run.scaler, "step", step):
-                found.append(_steps_without_norm(run, rank))
-        else:
-            found.append(run.train(range(SAVED), rank)["tensors"])
-    return found
+        close(run.train(range(SAVED), rank)["tensors"], want)
 
 
-def _steps_without_norm(run: Run, rank: int) -> dict[str, Tensor]:
-    norm = mock.PropertyMock(return_value=torch.zeros(()))
-    with mock.patch.object(type(run.optimizer), "grad_norm", norm):
-        run.train(range(SAVED), rank)
-    return run.tensors()
-
-
-def _rounded(rank: int) -> dict[str, Tensor]:
+def _rounded(rank: int) -> None:
     """Equal weights with equal gradients, rounded at random: by shards, and by replicas of them."""
     results = {}
     for name, shape in (("shards", (1, 2)), ("replicas", (2, 1))):
@@ -316,14 +314,20 @@ def _rounded(rank: int) -> dict[str, Tensor]:
         p.grad = torch.full_like(p, 1 / 512)  # the next smaller number is 1 - 1 / 256
         optimizer.step()
         # full_tensor would take one replica's values for both.
-        part = p.detach().to_local()  # type: ignore[attr-defined]
+        part = p.detach().to_local()
         parts = [torch.empty_like(part) for _ in range(2)]
         dist.all_gather(parts, part.contiguous())
         results[name] = torch.stack(parts)
-    return results
+        assert set(results[name].unique().tolist()) == {1.0, 1 - 1 / 256}
+    shards, replicas = results["shards"], results["replicas"]
+    assert torch.equal(replicas[0], replicas[1])
+    # 16384 pairs of coins: half of them agree, with a standard deviation of 0.004.
+    agree = (shards[0] == shards[1]).float().mean().item()
+    assert agree == pytest.approx(0.5, abs=0.02)
+    assert (shards == 1.0).float().mean().item() == pytest.approx(0.5, abs=0.02)
 
 
-def _refused(rank: int, folder: str) -> None:
+def _refused(rank: int) -> None:
     """Everything that raises, without a change of the optimizer."""
     model = sharded(network())
     params = list(model.parameters())
@@ -365,8 +369,7 @@ def _refused(rank: int, folder: str) -> None:
         for message in (place, remedy):
             with pytest.raises(ValueError, match=message):
                 target.optimizer.load_state_dict(source.optimizer.state_dict())
-        after = target.tensors()
-        assert all(torch.equal(after[name], before[name]) for name in before)
+        assert alike(target.tensors(), before)
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
     hybrid = Run("AdamW", sharded(network(), mesh=mesh))
     with pytest.raises(ValueError, match=remedy):
@@ -378,12 +381,11 @@ def _refused(rank: int, folder: str) -> None:
 
 def on_a_rank(rank: int, folder: str) -> dict[str, Any]:
     results = _resharded(rank, folder)
-    for case in (_whole_state, _collectives, _converted, _torch_scaler, _rounded):
-        results[case.__name__] = case(rank)  # type: ignore[operator]
+    for check in (_whole_state, _collectives, _converted, _torch_scaler, _rounded, _refused):
+        check(rank)
     # Codes of odd rows are for the same number of ranks alone.
     loads = {**dict.fromkeys(ANY_RANKS, "one"), "codes odd": "two"}
     results["coded"] = coded(folder, "two", loads)
-    _refused(rank, folder)
     os.makedirs(f"{folder}/example", exist_ok=True)
     os.chdir(f"{folder}/example")
     results["example"] = [example("fsdp2_checkpoint.py") for _ in range(2)]

@@ -83,7 +83,7 @@ def _biased() -> dict[str, Case]:
         "bias_act_dropout, bounded": Seeded(call("relu6", 0.3)),
         "bias_act_dropout, eval": call("silu", 0.3, False),
         "bias_act_dropout, 0": call("gelu"),
-    }  # type: ignore[dict-item]
+    }
     return {
         **{name: (function, (IMAGE, VECTOR)) for name, function in functions.items()},
         "bias_act_dropout, no bias": (

@@ -45,7 +45,7 @@ def _emulated_counter() -> Callable[[], int]:
 
 def _counter_of(library: ctypes.CDLL) -> Callable[[], int]:
     count: Callable[[], int] = library.fusedtrain_cuda_launches
-    count.restype = ctypes.c_int64  # type: ignore[attr-defined]
+    count.restype = ctypes.c_int64
     return count
 
 
@@ -63,7 +63,7 @@ def _count_triton() -> None:
         launch(self, *arguments, **options)
         _triton_launches += 1
 
-    Launcher.__call__ = counted  # type: ignore[method-assign]
+    Launcher.__call__ = counted
 
 
 def triton() -> int:

@@ -49,7 +49,7 @@ def module(whose: str, package: str = "lightning", base: Any = None, **options: 
         options: arguments of the optimizer.
     """
 
-    class Module(lightning(package).LightningModule):  # type: ignore[name-defined,misc]
+    class Module(lightning(package).LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = network()

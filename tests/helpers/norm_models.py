@@ -20,17 +20,14 @@ def _models(name: str) -> Any:
 class UNet(nn.Module):
     """arXiv:1505.04597 with batch norm, of two levels."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.inc, self.down1, self.down2 = (
-            self.double(3, 8),
-            self.double(8, 16),
-            self.double(16, 32),
-        )
-        self.pool = nn.MaxPool2d(2)
-        self.up1, self.up2 = nn.ConvTranspose2d(32, 16, 2, 2), nn.ConvTranspose2d(16, 8, 2, 2)
-        self.conv1, self.conv2 = self.double(32, 16), self.double(16, 8)
-        self.outc = nn.Conv2d(8, 2, 1)
+        self.inc, self.down1 = self.double(3, width), self.double(width, 2 * width)
+        self.down2, self.pool = self.double(2 * width, 4 * width), nn.MaxPool2d(2)
+        self.up1 = nn.ConvTranspose2d(4 * width, 2 * width, 2, 2)
+        self.up2 = nn.ConvTranspose2d(2 * width, width, 2, 2)
+        self.conv1, self.conv2 = self.double(4 * width, 2 * width), self.double(2 * width, width)
+        self.outc = nn.Conv2d(width, 2, 1)
 
     @staticmethod
     def double(inputs: int, outputs: int) -> nn.Sequential:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def saved_by(run: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
@@ -30,6 +31,26 @@ def saved_bytes(run: Callable[[], Any], but: tuple[Tensor, ...] = ()) -> dict[in
         storages.pop(t.untyped_storage().data_ptr(), None)
     del alive
     return storages
+
+
+READS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero")
+
+
+class Counted(TorchDispatchMode):
+    """The names of all operators that torch calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def reads(self) -> int:
+        """How often the host waits for the device."""
+        return sum(name.split(".")[1] in READS for name in self.calls)
 
 
 class _Model(nn.Module):

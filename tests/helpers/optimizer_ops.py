@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-import cuda_emulator
-import fusedtrain
 from fusedtrain.reference import optimizers
 from helpers.activations import error
-from helpers.backends import HAS_GPU, written_by
+from helpers.backends import BACKENDS as KERNELS, call_placed, written_by
 from helpers.optimizer_cases import BF16, F16, F32, F64, Case, specs_of
 from helpers.optimizers import busy
-from helpers.placed import call_placed
-from helpers.triton_interpreter import round_to_nearest
 
 NAMES = ("measure_gradients", "try_update", "optimizer_step")
 ON_HOST = (9, 10)  # table and rows, of the arguments
@@ -37,38 +30,25 @@ def placed_on(device: str) -> SimpleNamespace:
     return SimpleNamespace(**{name: op_of(name) for name in NAMES})
 
 
-def _cpu() -> Any:
-    backend = fusedtrain.backend_info().backends["cpu"]
-    if not backend.loaded:
-        pytest.skip(backend.reason)
-    return torch.ops.fusedtrain
-
-
-def _triton() -> Any:
-    """Interpreted, or on a GPU."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    if HAS_GPU:
+def _ops_of(backend: str) -> Any:
+    """The three ops, as a namespace."""
+    kernels = KERNELS[backend]()
+    if kernels.device == "cuda":
         return placed_on("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("needs a GPU, or TRITON_INTERPRET=1")
-    from fusedtrain.triton import OPS
-
-    round_to_nearest()
-    return SimpleNamespace(**{name: OPS[name] for name in NAMES})
+    if backend == "emulated":
+        kernels.orders = ("forward",)
+    return SimpleNamespace(**{name: partial(kernels.run, name) for name in NAMES})
 
 
-# The three ops, as namespaces.
 BACKENDS: dict[str, Callable[[], Any]] = {
-    "reference": lambda: optimizers, "cpu": _cpu, "triton": _triton
-}  # fmt: skip
+    name: partial(_ops_of, name) for name in ("reference", "cpu", "triton")
+}
 
 
 def _emulated() -> Any:
-    if cuda_emulator.why_not():
-        pytest.skip(cuda_emulator.why_not())
-    emulator = cuda_emulator.load()
-    calls = {name: lambda *a, n=name: emulator.call(n, *a) for name in NAMES}
-    return SimpleNamespace(**calls, tolerance={**TOLERANCE, F32: 12.0})  # quotients, roots: 2 ULP
+    ops = _ops_of("emulated")
+    ops.tolerance = {**TOLERANCE, F32: 12.0}  # quotients, roots: 2 ULP
+    return ops
 
 
 EVERY_BACKEND = {**BACKENDS, "emulated": _emulated}
@@ -119,17 +99,3 @@ def step_alike(kernels: Any, case: Case) -> tuple[Tensor, Tensor]:
     ours = kernels.optimizer_step(*case.arguments(), None, None)
     assert_close(case, expected)
     return ours, theirs
-
-
-class Counted(TorchDispatchMode):
-    """The names of all operators that torch calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.calls.append(str(func))
-        return func(*args, **(kwargs or {}))

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as T
 from torch import Tensor, nn
 
+from helpers.norm_models import UNet
+
 
 class Convolutions(nn.Module):
     """Blocks of convolution, norm and activation, every second with a residual sum."""
@@ -61,42 +63,8 @@ class Attention(nn.Module):
         return x
 
 
-class Skips(nn.Module):
-    """A U-Net of two levels."""
-
-    def __init__(self, channels: int = 4) -> None:
-        super().__init__()
-
-        def double(inputs: int, outputs: int) -> nn.Sequential:
-            return nn.Sequential(
-                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(inplace=True),
-                nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
-                nn.BatchNorm2d(outputs),
-                nn.ReLU(inplace=True),
-            )
-
-        self.first, self.second = double(3, channels), double(channels, 2 * channels)
-        self.middle = double(2 * channels, 4 * channels)
-        self.up_second = nn.ConvTranspose2d(4 * channels, 2 * channels, 2, 2)
-        self.up_first = nn.ConvTranspose2d(2 * channels, channels, 2, 2)
-        self.back_second, self.back_first = (
-            double(4 * channels, 2 * channels),
-            double(2 * channels, channels),
-        )
-        self.pool, self.last = nn.MaxPool2d(2), nn.Conv2d(channels, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.first(x)
-        second = self.second(self.pool(first))
-        y = self.up_second(self.middle(self.pool(second)))
-        y = self.back_second(torch.cat([y, second], 1))
-        return self.last(self.back_first(torch.cat([self.up_first(y), first], 1)))
-
-
 EXAMPLES = {
     "convolutions": lambda: (Convolutions(), torch.randn(4, 3, 24, 24)),
     "attention": lambda: (Attention(), torch.randint(50, (8, 48))),
-    "skips": lambda: (Skips(), torch.randn(4, 3, 32, 32)),
+    "skips": lambda: (UNet(4), torch.randn(4, 3, 32, 32)),
 }

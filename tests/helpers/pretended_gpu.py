@@ -38,14 +38,14 @@ class OnGpu(Tensor):
 
     @staticmethod
     def __new__(cls: type[OnGpu], on_cpu: Tensor) -> OnGpu:
-        made: OnGpu = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OnGpu = Tensor._make_wrapper_subclass(
             cls, on_cpu.size(), on_cpu.stride(), on_cpu.storage_offset(), dtype=on_cpu.dtype,
             device=_GPU, requires_grad=on_cpu.requires_grad,
         )  # fmt: skip
         made.on_cpu = on_cpu.detach()
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"OnGpu({self.on_cpu})"
 
     @classmethod

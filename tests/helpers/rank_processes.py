@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing.connection
+import runpy
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from helpers import ROOT
 
 # A server imports once what the ranks need, and forks: the processes of "spawn" import torch each,
 # for 4 s, and torch.optim imports torch._dynamo, for 3 s.
@@ -19,9 +24,7 @@ if _METHOD == "forkserver":
 
 def on_two_ranks(function: Callable[..., None], *arguments: Any) -> None:
     """Calls ``function(rank, *arguments)`` for the ranks 0 and 1."""
-    torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
-        function, arguments, nprocs=2, start_method=_METHOD
-    )
+    torch.multiprocessing.start_processes(function, arguments, nprocs=2, start_method=_METHOD)
 
 
 def results_of_two_ranks(program: Callable[..., Any], folder: Path, *arguments: Any) -> list[Any]:
@@ -46,7 +49,7 @@ def _in_a_group(rank: int, program: Callable[..., Any], folder: str, *arguments:
 def exit_codes_of_ranks(function: Callable[..., None], *arguments: Any) -> list[int]:
     """As `on_two_ranks`, but a rank may die of a signal; returns the exit codes."""
     context = multiprocessing.get_context(_METHOD)
-    kind: Any = context.Process  # type: ignore[attr-defined]
+    kind: Any = context.Process
     ranks = [kind(target=function, args=(rank, *arguments), daemon=True) for rank in range(2)]
     for rank in ranks:
         rank.start()
@@ -60,3 +63,18 @@ def exit_codes_of_ranks(function: Callable[..., None], *arguments: Any) -> list[
     for rank in ranks:
         rank.join()
     return [rank.exitcode for rank in ranks]
+
+
+def example(name: str) -> str:
+    """Output of an example of examples/integrations, which finds the process group in being."""
+    import torch.distributed as dist
+
+    init, destroy = dist.init_process_group, dist.destroy_process_group
+    stream = io.StringIO()
+    dist.init_process_group = dist.destroy_process_group = lambda *_, **__: None
+    try:
+        with contextlib.redirect_stdout(stream):
+            runpy.run_path(str(ROOT / "examples/integrations" / name), run_name="__main__")
+    finally:
+        dist.init_process_group, dist.destroy_process_group = init, destroy
+    return stream.getvalue()

@@ -88,6 +88,6 @@ class Blocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
-        for conv1, norm1, conv2, norm2 in self.blocks:  # type: ignore[misc]
+        for conv1, norm1, conv2, norm2 in self.blocks:
             x = norm2(conv2(norm1(conv1(x))), x)
         return x

@@ -57,7 +57,7 @@ def _on_a_rank(rank: int) -> dict[str, Any]:
     import deepspeed  # noqa: F401
 
     # DeepSpeed would compile its shared memory for minutes. Gloo is enough.
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     return {
         kind: [_train(module, kind, rank) for module in (fusedtrain.optim, torch.optim)]
         for kind in KINDS

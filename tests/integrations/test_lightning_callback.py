@@ -43,14 +43,14 @@ class Watches:
 
     def configure_optimizers(self: Any) -> Any:
         self.at_optimizers = kinds(self)
-        return super().configure_optimizers()  # type: ignore[misc]
+        return super().configure_optimizers()
 
     def training_step(self: Any, batch: list[Tensor], number: int) -> Tensor:
         self.at_step = kinds(self)
         self.fused_at_step = any(has_own_forward(part) for part in self.modules())
         if self.fails:
             raise KeyError("planted")
-        return super().training_step(batch, number)  # type: ignore[misc]
+        return super().training_step(batch, number)
 
 
 @pytest.mark.parametrize("options", [{}, {"submodule": "model"}, {"memory": "recompute"}], ids=str)

@@ -25,7 +25,7 @@ from helpers.optimizer_steps import (
     step,
     steps,
 )
-from helpers.optimizers import make
+from helpers.optimizers import CLASSES, make
 
 # --- stochastic rounding
 
@@ -94,12 +94,15 @@ def test_only_stochastic_rounding_adds_a_key() -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )  # fmt: skip
 @pytest.mark.usefixtures("codes_of_small_parameters")
-@ALL
+@pytest.mark.parametrize("name", CLASSES)
 def test_copies_go_on_alike(
     name: str, how: str, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    if name == "LAMB" and "agc" in options:
-        options = {**options, "max_grad_norm": None}
+    options = {**options, **dict.fromkeys(CLASSES[name].switches, dtype.itemsize == 2)}
+    if name in ("LAMB", "FusedLAMB") and "agc" in options:
+        options["max_grad_norm"] = None
+    if name == "FusedAdam":
+        options["capturable"] = True
     p = parameters(dtype)
     optimizer = make(name, in_groups(p), **options)
     steps(optimizer, p, range(1, 3))
@@ -124,6 +127,8 @@ def test_copies_go_on_alike(
         assert alike(*(run["optimizer"].state_dict(**how_saved) for run in (both, other)))
     assert other["params"][0].data_ptr() != p[0].data_ptr()
     assert other["optimizer"].ema_decay == optimizer.ema_decay
+    other["optimizer"].zero_grad()
+    assert (other["params"][1].grad is None) == (name != "FusedSGD")
 
 
 # --- checkpoints of others
@@ -155,7 +160,7 @@ def test_apex_counts_by_group(name: str) -> None:
 # --- loading
 
 
-@ALL
+@pytest.mark.parametrize("name", CLASSES)
 def test_loading_over_a_live_plan(name: str) -> None:
     """States that were there before the load play no part, nor does the plan that knew them."""
     options = {"ema_decay": 0.9}

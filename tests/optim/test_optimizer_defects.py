@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedtrain
+from helpers.observed import Counted
 from helpers.optimizer_steps import (
     ALL,
     MENDED,
@@ -188,27 +188,13 @@ def test_d11_nothing_but_empty_tensors(name: str) -> None:
 # Apex's clip_grad_norm_ hands a tensor to a float parameter, which waits for the device.
 
 
-class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket
-        waiting = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
-        self.count += name in (*waiting, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero)
-        return func(*args, **(kwargs or {}))
-
-
 def test_d13_torch_reads_found_inf() -> None:
     (p,) = shaped((9,))
     scaler = started(torch.amp.GradScaler("cpu"))
     give_gradients([p], 0)
-    with Reads() as reads:
+    with Counted() as counted:
         scaler.step(torch.optim.SGD([p], fused=False))
-    assert reads.count > 0, MENDED
+    assert counted.reads > 0, MENDED
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
@@ -225,12 +211,12 @@ def test_d13_no_read(name: str, hysteresis: int) -> None:
         give_gradients(params, seed)
         if seed == 1:
             params[0].grad = None
-        with Reads() as reads:
+        with Counted() as counted:
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
             _ = (optimizer.last_step_skipped, optimizer.grad_norm, optimizer.applied_steps)
-        assert reads.count == 0
+        assert counted.reads == 0
 
 
 # --- D15: the sign of 0

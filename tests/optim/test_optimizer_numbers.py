@@ -1,6 +1,6 @@
 """Every step of every optimizer beside float64: properties over layouts, dtypes, options, skips.
 
-The truth (helpers/optimizer_truth.py) starts each step from the fused optimizer's own parameters
+The truth (helpers/optimizer_checks.py) starts each step from the fused optimizer's own parameters
 and states, so errors do not add up and the tolerance stays at a few roundings.
 """
 

@@ -13,8 +13,9 @@ from fusedtrain.reference import optimizers as reference
 from fusedtrain.reference.optimizer_rules import RULES, Facts, Trial, finish
 from helpers import optimizers
 from helpers.models import timm
+from helpers.observed import Counted
 from helpers.optimizer_cases import F32, F64, RULE_NAMES, Case, Spec, specs_of
-from helpers.optimizer_ops import BACKENDS, Counted
+from helpers.optimizer_ops import BACKENDS
 from helpers.optimizers import RULES as OF_RULES, SETS, Options, busy, set_id
 
 

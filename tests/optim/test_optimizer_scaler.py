@@ -154,7 +154,7 @@ def test_a_scale_of_ones_own_multiplies() -> None:
     ours, theirs = make("Adam", p), make("Adam", q)
     scaler = started(fusedtrain.amp.GradScaler("cpu", init_scale=4.0))
     give_gradients(p, 0, 4.0 * 8.0)
-    ours.grad_scale = torch.tensor(8.0)  # type: ignore[attr-defined]
+    ours.grad_scale = torch.tensor(8.0)
     scaler.step(ours)
     assert not hasattr(ours, "grad_scale")
     step(theirs, q, 0)
@@ -162,10 +162,10 @@ def test_a_scale_of_ones_own_multiplies() -> None:
 
 
 def after_a_step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], kind: Any,
-                 bad: bool) -> list[torch.Tensor]:  # fmt: skip
+                 bad: bool, seed: int = 0) -> list[torch.Tensor]:  # fmt: skip
     """The gradients that a step under a scaler leaves."""
     scaler = started(kind("cpu", init_scale=1024.0))
-    give_gradients(params, 0, 1024.0)
+    give_gradients(params, seed, 1024.0)
     if bad:
         assert params[0].grad is not None
         params[0].grad[1, 1] = float("inf")
@@ -180,9 +180,10 @@ SCALERS = pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.
 @pytest.mark.parametrize("bad", [False, True], ids=["finite", "inf"])
 @pytest.mark.parametrize("name", of_apex.__all__)
 def test_after_a_step_of_apexs_gradients_are_unscaled(name: str, bad: bool, kind: Any) -> None:
-    """As under torch's scaler without us, whatever the device has decided of the step."""
-    p, q = parameters(torch.float32), parameters(torch.float32)
-    optimizer = getattr(of_apex, name)(p, lr=0.1)
+    """As under torch's scaler without us, whatever the device has decided of the step, which is the
+    one of unscaled gradients, or leaves no trace."""
+    p, q, r = (parameters(torch.float32) for _ in range(3))
+    optimizer, plain = (getattr(of_apex, name)(params, lr=0.1) for params in (p, r))
     gradients = after_a_step(optimizer, p, kind, bad)
     expected = after_a_step(torch.optim.SGD(q, lr=0.1), q, torch.amp.GradScaler, bad)
     assert bool(optimizer.last_step_skipped) == bad
@@ -193,6 +194,12 @@ def test_after_a_step_of_apexs_gradients_are_unscaled(name: str, bad: bool, kind
         assert_close(gradients, expected)
     else:
         assert same(gradients, expected)
+    if bad:
+        assert same(p, r)
+    for seed in range(bad, 2):
+        step(plain, r, seed)
+    after_a_step(optimizer, p, kind, False, seed=1)
+    assert same(p, r)
 
 
 @pytest.mark.parametrize("name", of_apex.__all__)

@@ -100,7 +100,7 @@ def test_such_a_scheduler_may_change_nothing_but_rates() -> None:
     with pytest.raises(RuntimeError, match="momentum"):
         fusedtrain.optim.AppliedStepScheduler(optimizer, lambda o: OneCycleLR(o, 0.2, 9))
     with pytest.raises(TypeError, match="fusedtrain"):
-        fusedtrain.optim.AppliedStepScheduler(torch.optim.SGD(parameters()), StepLR)  # type: ignore[arg-type]
+        fusedtrain.optim.AppliedStepScheduler(torch.optim.SGD(parameters()), StepLR)
 
 
 def test_counts_of_steps() -> None:
@@ -109,7 +109,7 @@ def test_counts_of_steps() -> None:
     assert (optimizer.applied_steps, optimizer.skipped_steps) == (0, 0)
     for seed in range(3):
         step(optimizer, p, seed)
-    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     assert optimizer.last_step_skipped
     optimizer.zero_grad()

@@ -25,10 +25,10 @@ from helpers.optimizers import make
 
 def first_step_skipped_then_no_gradient(optimizer: torch.optim.Optimizer, p: Tensor) -> None:
     p.grad = torch.full_like(p, float("inf"))
-    optimizer.found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(1.0)
     optimizer.step()
     p.grad = torch.zeros_like(p)
-    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(0.0)
     optimizer.step()
 
 
@@ -55,9 +55,9 @@ def test_d1_the_first_applied_step_is_not_dampened(name: str) -> None:
     optimizers = [make(name, [p]) for p in pair]
     for _ in range(2):
         pair[0].grad = torch.full_like(pair[0], float("nan"))
-        optimizers[0].found_inf = torch.tensor(1.0)  # type: ignore[attr-defined]
+        optimizers[0].found_inf = torch.tensor(1.0)
         optimizers[0].step()
-    optimizers[0].found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizers[0].found_inf = torch.tensor(0.0)
     for seed in range(3):
         for p, optimizer in zip(pair, optimizers, strict=True):
             give_gradients([p], seed)
@@ -72,7 +72,7 @@ def test_d2_torch_skips_only_at_exactly_1() -> None:
     (p,) = shaped((9,))
     optimizer = torch.optim.Adam([p], fused=True)
     p.grad = torch.full_like(p, float("nan"))
-    optimizer.found_inf = torch.tensor(2.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(2.0)
     optimizer.step()
     assert p.isnan().all(), MENDED
     assert optimizer.state[p]["step"] == -1, MENDED
@@ -87,12 +87,12 @@ def test_d2_every_found_inf_but_0_skips(name: str, found_inf: float) -> None:
     optimizer.step()
     before = memory(optimizer)
     p.grad = torch.full_like(p, float("nan"))
-    optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(found_inf)
     optimizer.step()
     assert_same_bits(before, memory(optimizer))
     assert optimizer.last_step_skipped
     assert optimizer.skipped_steps == 1
-    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(0.0)
     give_gradients([p], 1)
     optimizer.step()
     assert not optimizer.last_step_skipped

@@ -45,7 +45,7 @@ def _trained(rank: int, name: str, kind: str, released: bool) -> list[Any]:
     state = optimizer.state_dict(compressed=True)["state"]
     values = [v for i in sorted(state) for v in state[i].values()]
     locals_ = [v.to_local() if hasattr(v, "to_local") else v for v in values]
-    weights = [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]
+    weights = [p.full_tensor().detach() for p in model.parameters()]
     return [reports, locals_, weights]
 
 

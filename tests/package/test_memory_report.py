@@ -120,7 +120,7 @@ def test_models_without_gradients_or_layers() -> None:
 
 def test_mistakes() -> None:
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module"):
-        fusedtrain.memory_report(torch.relu, torch.randn(1))  # type: ignore[arg-type]
+        fusedtrain.memory_report(torch.relu, torch.randn(1))
     with pytest.raises(TypeError, match="example_inputs: expected a tensor"):
         fusedtrain.memory_report(small(), 3)
 
@@ -162,4 +162,4 @@ def test_the_states_of_an_optimizer() -> None:
     theirs.step()
     assert set(fusedtrain.memory_report(model, x, theirs).optimizer) >= {"exp_avg", "exp_avg_sq"}
     with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer, got list"):
-        fusedtrain.memory_report(model, x, [])  # type: ignore[arg-type]
+        fusedtrain.memory_report(model, x, [])

@@ -16,7 +16,8 @@ import fusedtrain
 from fusedtrain import MemoryPlan, plan_memory, planning
 from fusedtrain._graph.forward import rewritten_of
 from fusedtrain.planning._meter import Running
-from helpers.planned_networks import EXAMPLES, Attention, Convolutions, Skips
+from helpers.norm_models import UNet
+from helpers.planned_networks import EXAMPLES, Attention, Convolutions
 from helpers.rank_processes import results_of_two_ranks
 
 STEPS = 3
@@ -74,7 +75,7 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     if name == "attention":
         return Attention(), torch.randint(50, (STEPS, 4, 24))
-    model = Convolutions() if name == "convolutions" else Skips()
+    model = Convolutions() if name == "convolutions" else UNet(4)
     return model, torch.randn(STEPS, 4, 3, 32, 32)
 
 

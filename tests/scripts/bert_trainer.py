@@ -29,7 +29,7 @@ def main(fused: str = "") -> Run:
         report = fusedtrain.convert(model, example, memory=fused)
     losses: list[float] = []
 
-    class Trainer(package.Trainer):  # type: ignore[name-defined,misc]
+    class Trainer(package.Trainer):
         def training_step(self, model: nn.Module, *inputs: Any, **named: Any) -> torch.Tensor:
             loss = super().training_step(model, *inputs, **named)
             losses.append(loss.item())

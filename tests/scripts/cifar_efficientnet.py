@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import fusedtrain
 
-from .harness import Part, Run, images
+from .harness import Part, Run, epoch, images
 
 # Expansion, width, blocks, kernel, stride of the stages.
 STAGES = [
@@ -127,19 +127,6 @@ class EfficientNet(nn.Module):
         return self.linear(out)
 
 
-def train(net: nn.Module, loader: DataLoader, criterion: nn.Module, optimizer: Any) -> list[float]:
-    net.train()
-    losses = []
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        outputs = net(inputs)
-        loss = criterion(outputs, targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def main(fused: str = "") -> Run:
     torch.manual_seed(1)
     dataset = images(16, 32)
@@ -151,7 +138,10 @@ def main(fused: str = "") -> Run:
     SGD = fusedtrain.optim.SGD if fused else torch.optim.SGD
     optimizer = SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
-    losses = train(net, loader, criterion, optimizer)
+
+    def train() -> list[float]:
+        return epoch(net, loader, optimizer, criterion)
+
+    losses = train()
     scheduler.step()
-    part = Part(net, optimizer, dataset.tensors[0][:8], report)
-    return Run({"net": part}, losses, lambda: train(net, loader, criterion, optimizer))
+    return Run({"net": Part(net, optimizer, dataset.tensors[0][:8], report)}, losses, train)

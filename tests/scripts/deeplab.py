@@ -56,7 +56,7 @@ def main(fused: str = "") -> Run:
     optimizer = SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
     losses: list[float] = []
 
-    class Segmentation(package.LightningModule):  # type: ignore[name-defined,misc]
+    class Segmentation(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = net

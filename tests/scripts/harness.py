@@ -1,4 +1,4 @@
-"""Results that scripts hand to the tests, data of the scripts, and the comparison of two runs."""
+"""Results that scripts hand to the tests, data and loops of scripts, and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import fusedtrain
 
@@ -36,6 +36,54 @@ class Run:
     again: Callable[[], list[float]]
     averages: dict[str, Tensor] = field(default_factory=dict)  # of the weights, by name
     checkpoint: bytes = b""  # after the first epoch
+
+
+Loss = Callable[[Any, Tensor], Tensor]  # of output and target
+
+
+def epoch(
+    model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, loss_of: Loss
+) -> list[float]:
+    """The plainest loop; its losses."""
+    model.train()
+    losses = []
+    for input, target in loader:
+        optimizer.zero_grad()
+        loss = loss_of(model(input), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def validate(model: nn.Module, loader: DataLoader, loss_of: Loss) -> float:
+    """The mean loss in evaluation."""
+    model.eval()
+    with torch.no_grad():
+        losses = [loss_of(model(input), target).item() for input, target in loader]
+    return sum(losses) / len(losses)
+
+
+def epochs(
+    parts: Mapping[str, Any], resume: bytes, run: Callable[[], list[float]]
+) -> tuple[list[float], bytes]:
+    """Losses of two epochs, of which a resumed run does the second; a checkpoint of the first."""
+    losses: list[float] = []
+    checkpoint, first = b"", 0
+    if resume:
+        states = torch.load(io.BytesIO(resume))
+        first = states["epoch"]
+        for name, part in parts.items():
+            part.load_state_dict(states[name])
+    for number in range(first, 2):
+        torch.manual_seed(number)  # a resumed run sees the same batches
+        losses += run()
+        if number == 0:
+            file = io.BytesIO()
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({**states, "epoch": number + 1}, file)
+            checkpoint = file.getvalue()
+    return losses, checkpoint
 
 
 def call(model: nn.Module, example: Any) -> Any:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import fusedtrain
 
-from .harness import Part, Run, images
+from .harness import Part, Run, epoch, images, validate
 
 
 class Net(nn.Module):
@@ -38,28 +38,6 @@ class Net(nn.Module):
         return F.log_softmax(x, dim=1)
 
 
-def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> list[float]:
-    model.train()
-    losses = []
-    for data, target in loader:
-        optimizer.zero_grad()
-        output = model(data)
-        loss = F.nll_loss(output, target)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def test(model: nn.Module, loader: DataLoader) -> float:
-    model.eval()
-    total = 0.0
-    with torch.no_grad():
-        for data, target in loader:
-            total += F.nll_loss(model(data), target, reduction="sum").item()
-    return total / len(loader.dataset)
-
-
 def main(fused: str = "") -> Run:
     torch.manual_seed(1)
     dataset = images(32, 12, channels=1)
@@ -69,10 +47,13 @@ def main(fused: str = "") -> Run:
         report = fusedtrain.convert(model, lambda: torch.randn(4, 1, 12, 12), memory=fused)
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)  # fusedtrain has no Adadelta
     scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
+
+    def train() -> list[float]:
+        return epoch(model, loader, optimizer, F.nll_loss)
+
     losses = []
     for _ in range(2):
-        losses += train(model, loader, optimizer)
-        losses.append(test(model, loader))
+        losses += [*train(), validate(model, loader, F.nll_loss)]
         scheduler.step()
     part = Part(model, optimizer, dataset.tensors[0][:4], report)
-    return Run({"model": part}, losses, lambda: train(model, loader, optimizer))
+    return Run({"model": part}, losses, train)

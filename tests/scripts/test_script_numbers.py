@@ -1,10 +1,9 @@
-"""Numbers that `plan_memory` and `fit` say of the models of training scripts, and their measured
-steps: peaks, budgets, time."""
+"""Numbers that `plan_memory` says of the models of training scripts, and their measured steps:
+peaks, budgets, time."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch import nn
 import fusedtrain
 from fusedtrain import MemoryPlan, plan_memory
 from fusedtrain.planning._meter import Meter
-from scripts import apex_loop, torchvision_reference
 from scripts.harness import call, leaves
 from scripts.test_scripts import SCRIPTS
 
@@ -79,34 +77,3 @@ def test_plans(name: str, narrow: bool) -> None:
         extra, alone = plan.extra_milliseconds, plan.milliseconds
         assert 0 <= extra < 20 * alone
         assert f"{100 * extra / alone:.0f}% more time ({extra:.1f} ms a step" in str(plan)
-
-
-@pytest.mark.parametrize(
-    ("build", "size"),
-    [(apex_loop.make_model, 16), pytest.param(torchvision_reference.make_model, 32,
-                                              marks=pytest.mark.slow)],
-    ids=["apex_loop", "torchvision_reference"],
-)  # fmt: skip
-def test_fit(build: Callable[[], nn.Module], size: int) -> None:
-    memory = 3_000_000
-    report = fusedtrain.fit(build, (3, size, size), memory, device="cpu")
-    assert [row.way for row in report.rows] == ["eager", "convert", "recompute", "plan"]
-    memories: list[Any] = [None, "store", "recompute", report.plan]
-    for row, mode in zip(report.rows, memories, strict=True):
-        model, x = build(), torch.randn(row.batch, 3, size, size)
-        if mode is not None:
-            fusedtrain.convert(model, x, memory=mode)
-        y = torch.randint(10, (row.batch,))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for _ in range(2):
-            with Meter(torch.device("cpu")) as meter:
-                output = model(x)
-                nn.functional.cross_entropy(output, y).backward()
-                optimizer.step()
-            del output
-            optimizer.zero_grad()
-        states = [state["momentum_buffer"] for state in optimizer.state.values()]
-        beside = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), *states, x, y))
-        assert row.fits
-        assert meter.peak + beside <= memory
-        assert row.peak == pytest.approx(meter.peak + beside, rel=0.02)

@@ -4,7 +4,6 @@ averages, mixed precision, accumulated gradients, checkpoints."""
 from __future__ import annotations
 
 import importlib
-import io
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 import fusedtrain
 from helpers.models import torchvision
 
-from .harness import Part, Run, images
+from .harness import Part, Run, epochs, images
 
 
 class ExponentialMovingAverage(torch.optim.swa_utils.AveragedModel):
@@ -100,26 +99,13 @@ def main(fused: str = "", resume: bytes = b"") -> Run:
         with torch.inference_mode():
             return criterion(net(dataset.tensors[0]), dataset.tensors[1]).item()
 
-    losses: list[float] = []
-    checkpoint = b""
-    kept = {
+    parts = {
         "model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler,
         "model_ema": model_ema, "scaler": scaler,
     }  # fmt: skip
-    start_epoch = 0
-    if resume:
-        states = torch.load(io.BytesIO(resume))
-        start_epoch = states["epoch"] + 1
-        for name, part in kept.items():
-            part.load_state_dict(states[name])
-    for epoch in range(start_epoch, 2):
-        torch.manual_seed(epoch)  # a resumed run sees the same batches
-        losses += [*train_one_epoch(), evaluate(model), evaluate(model_ema)]
-        if epoch == 0:
-            file = io.BytesIO()
-            states = {name: part.state_dict() for name, part in kept.items()}
-            torch.save({**states, "epoch": epoch}, file)
-            checkpoint = file.getvalue()
+    losses, checkpoint = epochs(
+        parts, resume, lambda: [*train_one_epoch(), evaluate(model), evaluate(model_ema)]
+    )
     averages = {name.removeprefix("module."): value for name, value in model_ema.named_parameters()}
     part = Part(model, optimizer, dataset.tensors[0][:4], report)
     return Run({"model": part}, losses, train_one_epoch, averages, checkpoint)

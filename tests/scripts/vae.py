@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import fusedtrain
 
-from .harness import Part, Run, images
+from .harness import Part, Run, epoch, images
 
 
 class VAE(nn.Module):
@@ -40,40 +40,30 @@ class VAE(nn.Module):
         return self.decode(z), mu, logvar
 
 
-def loss_function(reconstruction: Tensor, x: Tensor, mu: Tensor, logvar: Tensor) -> Tensor:
+def loss_function(outputs: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
+    reconstruction, mu, logvar = outputs
     likelihood = F.binary_cross_entropy(reconstruction, x.view(-1, 64), reduction="sum")
     divergence = -0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
     return likelihood + divergence
 
 
-def train(model: nn.Module, loader: DataLoader, optimizer: optim.Optimizer) -> list[float]:
-    model.train()
-    losses = []
-    for data, _ in loader:
-        data = data.sigmoid()
-        optimizer.zero_grad()
-        reconstruction, mu, logvar = model(data)
-        loss = loss_function(reconstruction, data, mu, logvar)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    return losses
-
-
 def main(fused: str = "") -> Run:
     torch.manual_seed(1)
-    dataset = images(32, 8, channels=1)
-    loader = DataLoader(dataset, batch_size=16, shuffle=True)
+    data = images(32, 8, channels=1).tensors[0].sigmoid()
+    loader = DataLoader(TensorDataset(data, data), batch_size=16, shuffle=True)
     model, report = VAE(), None
     if fused:
         report = fusedtrain.convert(model, lambda: torch.rand(4, 1, 8, 8), memory=fused)
     Adam = fusedtrain.optim.Adam if fused else optim.Adam
     optimizer = Adam(model.parameters(), lr=1e-3)
+
+    def train() -> list[float]:
+        return epoch(model, loader, optimizer, loss_function)
+
     losses = []
     for _ in range(2):
-        losses += train(model, loader, optimizer)
+        losses += train()
         with torch.no_grad():  # samples of the prior: another method than forward
             model.eval()
             losses.append(model.decode(torch.randn(8, 4)).mean().item())
-    part = Part(model, optimizer, dataset.tensors[0][:4].sigmoid(), report)
-    return Run({"model": part}, losses, lambda: train(model, loader, optimizer))
+    return Run({"model": Part(model, optimizer, data[:4], report)}, losses, train)

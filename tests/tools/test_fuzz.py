@@ -39,7 +39,7 @@ def no_weight_decay(right: Any) -> Any:
 
 
 def forgets_momentum(right: Any) -> Any:
-    class Forgetful(right):  # type: ignore[misc]
+    class Forgetful(right):
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict({**state_dict, "state": {}})
 
@@ -66,7 +66,7 @@ def moved(model: nn.Module, *_: Any, **__: Any) -> None:
                 with graph.inserting_after(operand):
                     early = graph.call_method("clone", (operand,))
                 node.replace_input_with(operand, early)
-    model.forward = fx.GraphModule(model, graph).forward  # type: ignore[method-assign]
+    model.forward = fx.GraphModule(model, graph).forward
 
 
 def guards_are_blind(_: Any) -> Any:

@@ -105,8 +105,8 @@ def test_the_line_that_keeps_a_graph(how: str) -> None:
         step = stepping(model, lambda: model(torch.randn(2, 4)).sum(), keep)
         diagnosis = doctor(step, steps=6, trials=False)
     finally:
-        LOG.__init__()  # type: ignore[misc]
-        METER.__init__()  # type: ignore[misc]
+        LOG.__init__()
+        METER.__init__()
         HISTORY.clear()
     (kept,) = (finding for finding in diagnosis.findings if finding.rule == "graph-kept")
     assert kept.site is not None

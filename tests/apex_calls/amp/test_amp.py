@@ -1,9 +1,11 @@
-"""Apex's amp: opt levels, loss scales, several models, optimizers and losses."""
+"""Apex's amp: opt levels, loss scales, several models, optimizers and losses. What FP16_Optimizer
+has in common with amp is tested here and in test_amp_gradients.py, as one more level."""
 
 from __future__ import annotations
 
 import copy
 import gc
+import math
 import pickle
 import random
 from typing import Any
@@ -16,18 +18,23 @@ import fusedtrain
 from fusedtrain.apex import amp
 from helpers.amp_runs import (
     BOTH,
+    EVERY,
+    FP16,
     LEVELS,
     MAKERS,
     ApexScale,
+    Twins,
     backward,
     fail_in_the_middle,
     gradients_alike,
     images,
+    initialized,
     loss_of,
     moved_alike,
     network,
     overflowing,
-    plain_training,
+    saved_scale,
+    scaler_of,
     start,
     wait_for_the_device,
 )
@@ -39,29 +46,38 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, SKIPPED = 12, (2, 5, 6)
 # Difference from float64 after the same steps: of a loss, and of all weights as a share of the
 # way that training took them.
-ACCURACY = {"O0": (1e-5, 1e-3), "O1": (5e-3, 0.04), "O2": (5e-3, 0.04), "O3": (1e-2, 0.1)}
+ACCURACY = {
+    "O0": (1e-5, 1e-3), "O1": (5e-3, 0.04), "O2": (5e-3, 0.04), "O3": (1e-2, 0.1),
+    FP16: (5e-3, 0.04),
+}  # fmt: skip
 
 
 # O3 keeps states in float16, where the squares that Adam and LAMB average are 0.
 @pytest.mark.parametrize(
     ("level", "maker"),
-    [(lv, name) for lv in LEVELS for name in MAKERS if lv != "O3" or name.endswith("SGD")],
+    [(lv, name) for lv in ACCURACY for name in MAKERS if lv != "O3" or name.endswith("SGD")],
 )
-def test_levels_against_float64(level: str, maker: str) -> None:
-    make = MAKERS[maker]
-    expected, reference = plain_training(make, SKIPPED, STEPS, torch.float64)
-    model, optimizer = start(make, level, loss_scale="dynamic")
+@pytest.mark.parametrize("clip", [None, 0.3], ids=["", "clipped"])
+def test_levels_against_float64(level: str, maker: str, clip: float | None) -> None:
+    twins = Twins(level, maker, loss_scale="dynamic")
+    of_loss, of_weight = ACCURACY[level]
     losses = []
     for i in range(STEPS):
-        loss = loss_of(model)
-        optimizer.zero_grad()
-        backward(overflowing(loss) if i in SKIPPED else loss, optimizer)
-        optimizer.step()
-        losses.append(loss.item())
-    of_loss, of_weight = ACCURACY[level]
-    torch.testing.assert_close(losses, expected, rtol=0, atol=of_loss)
+        loss, expected, *norms = twins.train(i in SKIPPED, clip)
+        assert abs(loss - expected) <= of_loss
+        losses.append(loss)
+        if norms and i in SKIPPED:
+            assert norms[0] == -1 if level == FP16 else not math.isfinite(norms[0])
+        elif norms:
+            assert norms[0] == pytest.approx(norms[1], rel=0.03)
+        if level == FP16:
+            assert twins.optimizer.overflow == (i in SKIPPED)
     assert losses[-1] < losses[0] - 0.03
-    moved_alike(model, reference, of_weight)
+    moved_alike(twins.model, twins.plain, of_weight)
+    assert scaler_of(twins.optimizer).loss_scale() == 2.0**13
+    masters = amp.master_params(twins.optimizer)
+    for master, p in zip(masters, twins.model.parameters(), strict=True):
+        assert torch.equal(master.to(p.dtype), p)
 
 
 def test_dtypes_of_each_level() -> None:
@@ -81,13 +97,16 @@ def test_dtypes_of_each_level() -> None:
         assert model(x).dtype == torch.bfloat16
 
 
-@BOTH
+@EVERY
 def test_history_of_the_scale_is_apex_rule(level: str, maker: str) -> None:
     choose = random.Random(7)
-    model, optimizer = start(MAKERS[maker], level, max_loss_scale=2.0**17, min_loss_scale=2.0**12)
-    scaler = amp._amp_state.loss_scalers[0]
+    options = {"init_scale": 2.0**15, "scale_window": 5} if level == FP16 else {}
+    model, optimizer = start(
+        MAKERS[maker], level, max_loss_scale=2.0**17, min_loss_scale=2.0**12, **options
+    )
+    scaler = scaler_of(optimizer)
     scaler._growth_interval = 5  # Apex's 2000 would take as many steps
-    oracle = ApexScale(window=5)
+    oracle = ApexScale(options.get("init_scale", 2.0**16), window=5)
     oracle.low, oracle.high = 2.0**12, 2.0**17
     applied = 0
     for _ in range(60):
@@ -98,13 +117,13 @@ def test_history_of_the_scale_is_apex_rule(level: str, maker: str) -> None:
         oracle.update(overflow)
         same = all(map(torch.equal, before, amp.master_params(optimizer)))
         assert same == overflow
+        if level == FP16:
+            assert (optimizer.inspect_master_grad_data() is None) == overflow
         applied += not overflow
         assert (scaler.loss_scale(), scaler._unskipped) == (oracle.scale, oracle.unskipped)
-        model.zero_grad()
+        optimizer.zero_grad()
     assert 0 < applied < 60
-    assert amp.state_dict() == {
-        "loss_scaler0": {"loss_scale": oracle.scale, "unskipped": oracle.unskipped}
-    }
+    assert saved_scale(optimizer) == {"loss_scale": oracle.scale, "unskipped": oracle.unskipped}
 
 
 # --- several models, optimizers, losses
@@ -174,24 +193,25 @@ def test_two_optimizers_of_one_loss_both_skip() -> None:
 # --- small print
 
 
-@BOTH
+@EVERY
 @pytest.mark.parametrize("scale", ["128.0", 1])
 def test_static_scale(level: str, maker: str, scale: Any) -> None:
-    model, optimizer = start(MAKERS[maker], level, loss_scale=scale)
-    assert amp._amp_state.loss_scalers[0].loss_scale() == float(scale)
-    backward(loss_of(model), optimizer)
-    reference = network()
-    loss_of(reference).backward()
-    masters = list(amp.master_params(optimizer))
-    gradients_alike(masters, reference)
-    optimizer.step()
-    optimizer.zero_grad()
+    twins = Twins(level, maker, loss_scale=scale)
+    assert scaler_of(twins.optimizer).loss_scale() == float(scale)
+    twins.backward()
+    masters = list(amp.master_params(twins.optimizer))
+    gradients_alike(masters, twins.plain)
+    twins.step()
+    for _ in range(3):
+        twins.train()
+    moved_alike(twins.model, twins.plain, 0.04)
+    twins.zero_grad()
     # Apex does not look for infs under a static scale.
-    backward(overflowing(loss_of(model)), optimizer)
-    optimizer.step()
+    backward(overflowing(loss_of(twins.model)), twins.optimizer)
+    twins.optimizer.step()
     assert not all(p.isfinite().all() for p in masters)
     if scale != 1:  # the loss is returned as it is
-        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 128.0, "unskipped": 2}
+        assert saved_scale(twins.optimizer) == {"loss_scale": 128.0, "unskipped": 5}
 
 
 def test_parameters_without_gradient_and_frozen_ones() -> None:
@@ -208,21 +228,27 @@ def test_parameters_without_gradient_and_frozen_ones() -> None:
     assert torch.equal(model.unused, torch.ones(3).half())
 
 
-@BOTH
+@EVERY
 def test_groups_added_later(level: str, maker: str) -> None:
-    model = network()
-    optimizer = MAKERS[maker](model[0].parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    backward(loss_of(model), optimizer)
-    optimizer.step()
-    model.zero_grad()
-    optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.5})
-    before = model[4].weight.detach().clone()
-    backward(loss_of(model), optimizer)
-    optimizer.step()
-    assert not torch.equal(model[4].weight, before)
-    assert optimizer.param_groups[1]["lr"] == 0.5
+    model, plain = network(), network()
+    plain_optimizer = MAKERS[maker](plain[:2].parameters())
+    model, optimizer = initialized(model, MAKERS[maker](model[:2].parameters()), level)
+    inner = optimizer.optimizer if level == FP16 else optimizer
+    for step in range(4):
+        if step == 1:
+            for optimizer_, some in ((inner, model), (plain_optimizer, plain)):
+                optimizer_.add_param_group({"params": list(some.parameters())[3:], "lr": 0.02})
+        optimizer.zero_grad()
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        plain_optimizer.zero_grad()
+        with amp.disable_casts():
+            loss_of(plain).backward()
+        plain_optimizer.step()
+    assert optimizer.param_groups[1]["lr"] == 0.02
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
     assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
+    moved_alike(model, plain, 0.02)
 
 
 @BOTH
@@ -230,25 +256,17 @@ def test_schedulers_and_channels_last(level: str, maker: str) -> None:
     model = network().to(memory_format=torch.channels_last)
     optimizer = MAKERS[maker](model.parameters())
     early = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    late = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    twins = Twins("O0", maker)
+    twins.model, twins.optimizer = initialized(model, optimizer, level)
+    late = torch.optim.lr_scheduler.StepLR(twins.optimizer, 1, 0.5)
     lr = optimizer.param_groups[0]["lr"]
-    reference = network()
-    ref_optimizer = MAKERS[maker](reference.parameters())
     for _ in range(3):
-        for group in ref_optimizer.param_groups:
-            group["lr"] = optimizer.param_groups[0]["lr"]
-        backward(loss_of(model), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
+        twins.plain_optimizer.param_groups[0]["lr"] = twins.optimizer.param_groups[0]["lr"]
+        twins.train()
         early.step()
         late.step()
-        with amp.disable_casts():
-            loss_of(reference).backward()
-        ref_optimizer.step()
-        ref_optimizer.zero_grad()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(lr * 0.25**3)
-    moved_alike(model, reference, 0.05)
+    assert twins.optimizer.param_groups[0]["lr"] == pytest.approx(lr * 0.25**3)
+    moved_alike(twins.model, twins.plain, 0.05)
 
 
 def test_models_are_copied_and_pickled() -> None:
@@ -306,20 +324,22 @@ def test_disabled_does_nothing() -> None:
         assert torch.equal(p.grad, q.grad)
 
 
-def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    model = network()
-    optimizer = MAKERS["fused-SGD"](model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
-    assert "Selected optimization level O2" in capsys.readouterr().out
-    backward(overflowing(loss_of(model)), optimizer)
-    wait_for_the_device()
-    optimizer.step()
-    assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
-    model, optimizer = start(MAKERS["fused-SGD"], "O2")
-    backward(overflowing(loss_of(model)), optimizer)
-    wait_for_the_device()
-    optimizer.step()
-    assert capsys.readouterr().out == ""
+@pytest.mark.parametrize("level", ["O2", FP16])
+def test_what_is_printed(level: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for verbose in (True, False):
+        model = network()
+        optimizer = MAKERS["fused-SGD"](model.parameters())
+        model, optimizer = initialized(model, optimizer, level, verbose)
+        selected = "Selected optimization level O2" in capsys.readouterr().out
+        assert selected == (verbose and level != FP16)
+        backward(overflowing(loss_of(model)), optimizer)
+        wait_for_the_device()
+        optimizer.step()
+        text = capsys.readouterr().out
+        if verbose:
+            assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in text
+        else:
+            assert text == ""
 
 
 @pytest.mark.parametrize("gone", [False, True])

@@ -11,7 +11,17 @@ from torch import nn
 
 import fusedtrain
 from fusedtrain.apex import amp
-from helpers.amp_runs import MAKERS, backward, loss_of, network, overflowing, start
+from helpers.amp_runs import (
+    FP16,
+    MAKERS,
+    backward,
+    initialized,
+    loss_of,
+    network,
+    overflowing,
+    start,
+)
+from helpers.optimizer_steps import alike, saved_and_loaded
 
 ON_THE_GPU_TOO = True  # the tests make tensors on the default device: see conftest.py
 
@@ -27,30 +37,37 @@ def train(model: nn.Module, optimizer: Any, overflows: bool = False) -> None:
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "before initialize"])
-@pytest.mark.parametrize("maker", ["torch-Adam", "fused-SGD", "fused-Adam", "fused-LAMB"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "maker", ["torch-Adam", "torch-SGD", "fused-SGD", "fused-Adam", "fused-LAMB"]
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", FP16])
 def test_a_checkpoint_goes_on_bit_for_bit(level: str, maker: str, order: str) -> None:
+    before = order == "before initialize" and level != FP16  # which loads masters at last
     model, optimizer = start(MAKERS[maker], level)
     train(model, optimizer, overflows=level != "O0")
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    parts = {"model": model, "optimizer": optimizer, "amp": amp}
+    saved = saved_and_loaded({name: part.state_dict() for name, part in parts.items()})
     train(model, optimizer)
 
     other = network(seed=3)
     other_optimizer = MAKERS[maker](other.parameters())
-    if order == "before initialize":
-        other.load_state_dict(saved[0])
-        other_optimizer.load_state_dict(saved[1])
-    other, other_optimizer = amp.initialize(other, other_optimizer, opt_level=level, verbosity=0)
-    loads = [(other, saved[0]), (other_optimizer, saved[1])]
-    if order == "optimizer first":
+    if before:
+        other.load_state_dict(saved["model"])
+        other_optimizer.load_state_dict(saved["optimizer"])
+    other, other_optimizer = initialized(other, other_optimizer, level)
+    loads = [(other, "model"), (other_optimizer, "optimizer")]
+    if order == "optimizer first" and level != FP16:
         loads.reverse()
-    for target, state in loads if order != "before initialize" else ():
-        target.load_state_dict(state)
-    amp.load_state_dict(saved[2])
+    for target, name in () if before else loads:
+        target.load_state_dict(saved[name])
+    if level != FP16:
+        amp.load_state_dict(saved["amp"])
     train(other, other_optimizer)
     pairs = zip(amp.master_params(optimizer), amp.master_params(other_optimizer), strict=True)
     assert all(torch.equal(p, q) for p, q in pairs)
-    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    assert alike(other.state_dict(), model.state_dict())
+    if level == FP16:
+        assert other_optimizer.loss_scale == optimizer.loss_scale == 2.0**15
 
 
 @pytest.mark.parametrize("maker", ["torch-SGD", "fused-SGD", "fused-Adam"])

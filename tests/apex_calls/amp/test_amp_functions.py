@@ -77,12 +77,12 @@ def test_the_backward_pass_and_the_step_are_not_cast(started: tuple[nn.Module, A
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
             seen.append(torch.is_autocast_enabled("cpu"))
             return grad
 
     model, optimizer = started
-    loss = Seen.apply(model(torch.rand(2, 1, 8, 8)).float().mean())  # type: ignore[no-untyped-call]
+    loss = Seen.apply(model(torch.rand(2, 1, 8, 8)).float().mean())
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.register_step_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 import fusedtrain
 from fusedtrain.apex import amp
-from helpers.amp_runs import MAKERS, backward, images, loss_of, moved_alike, network, start
+from helpers.amp_runs import (
+    MAKERS,
+    Twins,
+    backward,
+    images,
+    initialized,
+    loss_of,
+    moved_alike,
+    network,
+    start,
+)
 from helpers.rank_processes import results_of_two_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,29 +65,22 @@ def test_methods_of_every_kind_are_registered() -> None:
     assert {_Library.static(x), _Library.of_class(x)} == {torch.float16}
 
 
-@pytest.mark.parametrize("adam", [torch.optim.Adam, fusedtrain.optim.Adam])
+@pytest.mark.parametrize("maker", ["torch-Adam", "fused-Adam"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_parameters_that_are_unfrozen_later(level: str, adam: Any) -> None:
-    model, reference = network(), network()
-    for some in (model, reference):
+def test_parameters_that_are_unfrozen_later(level: str, maker: str) -> None:
+    twins = Twins("O0", maker)
+    model = network()
+    for some in (model, twins.plain):
         some[4].requires_grad_(False)
-    ref_optimizer = adam(reference.parameters(), lr=2e-3)
-    optimizer = adam(model.parameters(), lr=2e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    twins.model, twins.optimizer = initialized(model, MAKERS[maker](model.parameters()), level)
     for step in range(8):
         if step == 3:
-            for some in (model, reference):
+            for some in (twins.model, twins.plain):
                 some[4].bias.data.add_(0.25)  # written to while frozen
                 some[4].requires_grad_(True)
-        optimizer.zero_grad()
-        backward(loss_of(model), optimizer)
-        optimizer.step()
-        ref_optimizer.zero_grad()
-        with amp.disable_casts():
-            loss_of(reference).backward()
-            ref_optimizer.step()
-    assert {p.dtype for p in amp.master_params(optimizer)} == {torch.float32}
-    moved_alike(model, reference, 0.04)
+        twins.train()
+    assert {p.dtype for p in amp.master_params(twins.optimizer)} == {torch.float32}
+    moved_alike(twins.model, twins.plain, 0.04)
 
 
 @pytest.mark.parametrize("adam", [torch.optim.Adam, fusedtrain.optim.Adam])

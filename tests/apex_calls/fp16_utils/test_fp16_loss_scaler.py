@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedtrain.apex.fp16_utils import (
     DynamicLossScaler,
@@ -18,6 +17,8 @@ from fusedtrain.apex.fp16_utils import (
     model_grads_to_master_grads,
     prep_param_lists,
 )
+from helpers.amp_runs import ApexScale
+from helpers.observed import Counted
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -52,30 +53,20 @@ def test_overflow_is_an_inf_or_nan_and_nothing_else(dtype: torch.dtype) -> None:
     assert scaler.has_overflow([]) is False
 
 
-class Waits(TorchDispatchMode):
-    """Counts the reads of a tensor by the host."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("value", [1.0, math.nan])
 def test_the_host_waits_once(value: float) -> None:
     params = [with_gradient(torch.full((4,), value, dtype=d)) for d in DTYPES for _ in range(5)]
-    with Waits() as waits:
+    with Counted() as counted:
         assert DynamicLossScaler().has_overflow(params) is (value != 1.0)
-    assert waits.count == 1
-    with Waits() as waits:
+    assert counted.reads == 1
+    with Counted() as counted:
         for flat in (False, True):
             model_params, masters = prep_param_lists(nn.Linear(2, 2).half(), flat)
             for p in model_params:
                 p.grad = torch.ones_like(p)
             model_grads_to_master_grads(model_params, masters, flat)
             master_params_to_model_params(model_params, masters, flat)
-    assert waits.count == 0
+    assert counted.reads == 0
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -83,23 +74,6 @@ def test_sparse_gradients_are_refused() -> None:
     model[1](torch.tensor([1])).sum().backward()
     with pytest.raises(RuntimeError, match=r"params\[2\].*sparse=False.*to_dense\(\)"):
         DynamicLossScaler().has_overflow(model.parameters())
-
-
-def documented_scales(
-    overflows: list[bool], scale: float, factor: float, window: int
-) -> list[float]:
-    """Divided by the factor at an overflow, but not below 1; multiplied by it after each `window`
-    steps in a row without one."""
-    scales, good = [], 0
-    for overflow in overflows:
-        if overflow:
-            scale, good = max(scale / factor, 1), 0
-        else:
-            good += 1
-            if good == window:
-                scale, good = scale * factor, 0
-        scales.append(scale)
-    return scales
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,15 +84,15 @@ def test_the_scale_follows_the_documented_rule(seed: int) -> None:
     rate = random_.choice([0.02, 0.1, 0.4])
     overflows = [random_.random() < rate for _ in range(200)]
     scaler = DynamicLossScaler(2.0**5, factor, window)
-    history = []
+    oracle = ApexScale(2.0**5, window, factor)
+    oracle.low, oracle.high = 1.0, math.inf
     for count, overflow in enumerate(overflows):
         assert scaler.cur_iter == count
         scaler.update_scale(overflow)
-        history.append(scaler.loss_scale)
+        oracle.update(overflow)
+        assert scaler.loss_scale == scaler.cur_scale == oracle.scale
         last = max((i for i in range(count + 1) if overflows[i]), default=-1)
         assert scaler.last_overflow_iter == last
-    assert history == documented_scales(overflows, 2.0**5, factor, window)
-    assert scaler.cur_scale == history[-1]
 
 
 def test_a_new_dynamic_scale_is_as_apex_has_it() -> None:

@@ -264,7 +264,7 @@ def test_stochastic_rounding_of_what_is_not_finite(emulator: cuda_emulator.Emula
     for op in (cpu, emulator.call):
         call = Call(case)
         call.grads[-1].view(torch.int32).fill_(0x7FFFFFFF)
-        one_call(op, call)  # type: ignore[arg-type]
+        one_call(op, call)
         assert call.params[-1].isnan().all()
 
 

@@ -15,8 +15,9 @@ import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import assert_close, backward_scale, public, truth
+from helpers.gpu import NEEDS_GPU
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = NEEDS_GPU
 
 
 # Parameters on the GPU, made before anything is captured or timed.
@@ -81,7 +82,7 @@ def test_cuda_graph(name: str) -> None:
         assert_close(g, want_g, backward_scale(row))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: never in CI")
 @pytest.mark.parametrize("name", ["mish", "prelu"])
 def test_second_device_while_the_first_is_current(name: str) -> None:
     row = ACTIVATIONS[name]
@@ -97,7 +98,7 @@ def test_second_device_while_the_first_is_current(name: str) -> None:
 def test_more_than_2_to_31_elements() -> None:
     n = 2**31 + 7
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
-        pytest.skip("needs 20 GiB of free GPU memory")
+        pytest.skip("needs 20 GiB of free GPU memory: never in CI")
     x = torch.zeros(n, dtype=torch.float16, device="cuda")
     at = torch.tensor([0, 2**20, 2**31 - 1, 2**31, n - 1], device="cuda")
     x[at] = torch.tensor([-1.0, 7.0, -2.0, 3.0, -3.0], dtype=torch.float16, device="cuda")

@@ -9,9 +9,9 @@ from torch import nn
 import fusedtrain
 from fusedtrain.apex import amp
 from helpers.amp_runs import backward, gradients_alike, images, network, overflowing
-from helpers.synchronisation import no_sync
+from helpers.gpu import NEEDS_GPU, no_sync
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = NEEDS_GPU
 
 
 @pytest.mark.parametrize("verbosity", [0, 1])

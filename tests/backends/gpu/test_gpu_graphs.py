@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 import fusedtrain
+from helpers.gpu import NEEDS_GPU
 from helpers.graphs import Step, train
 from helpers.optimizers import APEX, NAMES
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = NEEDS_GPU
 
 
 def captured(step: Step) -> Step:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import fusedtrain
 from fusedtrain import optim
 from fusedtrain.reference import FAMILIES
+from helpers.gpu import NEEDS_GPU, no_sync
 from helpers.optimizers import NAMES, make
-from helpers.synchronisation import no_sync
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = NEEDS_GPU
 
 SHAPES = [(64, 3, 7, 7), (128, 64, 3, 3), (1000, 129), (129,), (), (0,), (4099,)]
 
@@ -131,7 +131,7 @@ def test_more_parameters_than_one_launch_takes() -> None:
 def test_a_parameter_of_more_than_2_31_elements() -> None:
     count = 2**31 + 7
     if torch.cuda.mem_get_info()[0] < 5 * 2 * count:
-        pytest.skip("needs more free memory on the GPU")
+        pytest.skip("needs more free memory on the GPU: never in CI")
     p = nn.Parameter(torch.zeros(count, dtype=torch.float16, device="cuda"))
     p.grad = torch.ones_like(p)
     optim.SGD([p], lr=0.5).step()

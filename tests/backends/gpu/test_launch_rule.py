@@ -17,6 +17,7 @@ from torch import Tensor
 
 from helpers import ROOT, TESTS, environment, launches, pretended_gpu
 from helpers.backends import BACKENDS, Kernels, placed
+from helpers.gpu import NEEDS_GPU
 from helpers.processes import run_python
 
 DRIVEN = re.compile(r"^@pytest.fixture\(params=\[.*\"cuda\"\]\)$", re.M)
@@ -132,7 +133,7 @@ def test_the_counters_agree() -> None:
 def test_the_cuda_file_counts() -> None:
     """Where it is built: the function is exported, and nothing has run without a GPU."""
     if launches._cuda_library() is None:
-        pytest.skip("needs _C_cuda.so, loaded")
+        pytest.skip("needs _C_cuda.so, loaded: never in CI")
     count = launches.cuda()
     assert count >= 0
     assert torch.cuda.is_available() or count == 0
@@ -173,7 +174,7 @@ def test_placed_keeps_what_lies_where(dtype: torch.dtype) -> None:
     assert placed(made[0], "cpu", torch.bfloat16).data_ptr() % 16 == 6
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@NEEDS_GPU
 def test_convolutions_are_repeatable() -> None:
     assert torch.backends.cudnn.deterministic
     assert not torch.backends.cudnn.allow_tf32

@@ -20,10 +20,9 @@ from torch import Tensor
 from fusedtrain.reference import batch_norm as reference
 from fusedtrain.reference.pointwise import POINTWISE
 from helpers import TESTS
-from helpers.backends import HAS_GPU, Kernels, placed
+from helpers.backends import HAS_GPU, Kernels, copied, placed
 from helpers.batch_norm import FORMULAS, LAYOUTS, Case, check, kernels_of, last
 from helpers.compiling import TARGETS, VIEWS, check_code, compile_for, fake_driver, run
-from helpers.placed import placed as copied
 from helpers.triton_interpreter import ORDERS, programs_in
 
 pytest.importorskip("triton", reason="triton is not installed")

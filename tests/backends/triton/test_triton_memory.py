@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @triton.jit
-def copy_kernel(x_ptr, y_ptr, first, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def copy_kernel(x_ptr, y_ptr, first, n, BLOCK: tl.constexpr):
     at = first + tl.arange(0, BLOCK)
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n, other=0.0), mask=at < n)
 

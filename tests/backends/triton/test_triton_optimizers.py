@@ -15,8 +15,9 @@ from torch import Tensor
 
 from fusedtrain.reference import RULES, optimizers
 from helpers.backends import HAS_GPU
+from helpers.observed import Counted
 from helpers.optimizer_cases import BF16, F16, F32, F64, RULE_NAMES, Case, Spec, bits
-from helpers.optimizer_ops import BACKENDS, Counted, assert_close, case_of, placed_on, step_alike
+from helpers.optimizer_ops import BACKENDS, assert_close, case_of, placed_on, step_alike
 from helpers.optimizers import busy
 from helpers.triton_interpreter import ORDERS, programs_in
 

@@ -30,9 +30,7 @@ def import_functions() -> None:
 
 
 @triton.jit
-def codes_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, random_ptr, codes_ptr, scales_ptr, SIGNED: tl.constexpr, N: tl.constexpr
-):
+def codes_kernel(x_ptr, random_ptr, codes_ptr, scales_ptr, SIGNED: tl.constexpr, N: tl.constexpr):
     at, group = tl.arange(0, N), tl.arange(0, N // 32)
     random = tl.load(random_ptr + group).to(tl.uint32)
     codes, scales = quantised(tl.load(x_ptr + at), random, SIGNED)
@@ -41,7 +39,7 @@ def codes_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def numbers_kernel(codes_ptr, scales_ptr, x_ptr, N: tl.constexpr):  # type: ignore[no-untyped-def]
+def numbers_kernel(codes_ptr, scales_ptr, x_ptr, N: tl.constexpr):
     at, group = tl.arange(0, N), tl.arange(0, N // 32)
     tl.store(x_ptr + at, dequantised(tl.load(codes_ptr + at), tl.load(scales_ptr + group)))
 

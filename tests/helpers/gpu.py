@@ -1,11 +1,16 @@
-"""Guard of code that must not wait for the GPU."""
+"""Tests that need a GPU, and a guard of code that must not wait for it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
+
+NEEDS_GPU = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a CUDA GPU: never in CI, see `make gpu`"
+)
 
 
 @contextmanager
