@@ -38,6 +38,7 @@ from ._formulas import (
     activated,
     is_activation,
     matches_of,
+    mean_of,
     name_of_call,
     name_of_other,
     other_call_of,
@@ -51,9 +52,9 @@ _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 # Public names that a class may define, if its modules are to be given another class.
 _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_AMBIGUOUS = {"mean", "threshold"}  # the names of many things
-_NAMES = ({row.name for row in POINTWISE} | set(OTHERS.values())) - _AMBIGUOUS
-_WORDS = _NAMES | TELLING | {"mean"} | {f"{name}_" for name in _NAMES}
+_AMBIGUOUS = {"threshold"}  # the name of many things
+_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
+_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
 
 
 class Candidates:
@@ -178,7 +179,7 @@ def find_calls(
                 yield ActivationCall(name=name, module=module, title=function, reason=why)
             continue
         for node in (node for graph in trace.graphs for node in graph.nodes):
-            function, match, reason = _called(node)
+            function, match, reason = _called(rules, trace, node)
             if not function:
                 continue
             of_use = not match or match.is_formula or gains(function, match.in_place, memory)
@@ -196,16 +197,18 @@ def find_calls(
                 )
 
 
-def _called(node: fx.Node) -> tuple[str, Match | None, str]:
-    """The activation that ends with a call, '' if none does, and why no fused one can take its
-    arguments."""
+def _called(rules: Rules, trace: Trace, node: fx.Node) -> tuple[str, Match | None, str]:
+    """The activation that ends with a call, or another function of ours, '' if none does, and why
+    no fused one can take its arguments."""
     matches = matches_of(node.graph)
     match = matches.get(node)
     if match is None and any(node in other.nodes for other in matches.values()):
         return "", None, ""
-    match = match or other_call_of(node)
+    module = trace.callee(node)
+    match = match or other_call_of(node) or mean_of(node, module)
     if match is not None:
-        return match.name, match, ""
+        reason = "" if module is None else rules.of_part(module, "its module")
+        return match.name, match, reason
     if is_clamp_of_relu(node):
         return "clamp", None, "its slope at 0 is 1, and that of ReLU is 0"
     return name_of_call(node) or name_of_other(node), None, "its arguments are not numbers"

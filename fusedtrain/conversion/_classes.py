@@ -16,7 +16,6 @@ from .._graph.hooks import is_hooked
 from .._graph.modules import has_own_forward, is_quantized, is_scripted
 from ..nn.depthwise import DEPTHWISE
 from ..ops.depthwise import is_measured
-from ..ops.pool import is_one
 from ._rules import unlike
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
@@ -158,8 +157,6 @@ def _decide(module: nn.Module) -> Decision | None:
         return None
     if reason := unlike(module, base):
         return Decision(module, reason=reason)
-    if cls is nn.AdaptiveAvgPool2d and not is_one(module.output_size):
-        return None
     if cls in _TORCH:
         return Decision(module, _TORCH[cls])
     target, attributes = _TIMM[_key(cls)]

@@ -123,13 +123,10 @@ def _arguments(name: str, node: fx.Node) -> dict[str, Any]:
 
 # Functions that are no activation of one tensor and numbers.
 OTHERS: dict[Any, str] = {
-    torch_functional.adaptive_avg_pool2d: "adaptive_avg_pool2d",
     torch_functional.glu: "glu",
     torch_functional.max_pool2d: "max_pool2d", torch.max_pool2d: "max_pool2d",
-    torch.mean: "mean", "mean": "mean",
     torch_functional.prelu: "prelu", torch.prelu: "prelu", "prelu": "prelu",
 }  # fmt: skip
-_PLANES = ({2, 3}, {-2, -1})  # dimensions of images
 
 
 def other_call_of(node: fx.Node) -> Match | None:
@@ -152,20 +149,37 @@ def name_of_other(node: fx.Node) -> str:
     """The function of `OTHERS` that a call is of, by name; '' if of none."""
     if node.op not in ("call_function", "call_method"):
         return ""
-    name = OTHERS.get(node.target, "")
-    return name if name not in _POOLED or _POOLED[name](_arguments(name, node)) else ""
+    return OTHERS.get(node.target, "")
 
 
-def _is_over_planes(arguments: dict[str, Any]) -> bool:
-    dims = arguments.get("dim")
-    return isinstance(dims, (tuple, list)) and set(dims) in _PLANES
+_MEANS = (torch.mean, "mean")
+_PLANES = ({2, 3}, {-2, -1})  # dimensions of images
+_SIZES = ("dim", "numel", "size")
 
 
-# Functions of which some arguments alone gain.
-_POOLED: dict[str, Callable[[dict[str, Any]], bool]] = {
-    "adaptive_avg_pool2d": lambda arguments: is_one(arguments.get("output_size")),
-    "mean": _is_over_planes,
-}
+def mean_of(node: fx.Node, module: nn.Module | None) -> Match | None:
+    """The mean of each channel of images that something else reads, too: the squeeze of a gate.
+    The gradients of both are added. `module` is the one that is called."""
+    if type(module) is nn.AdaptiveAvgPool2d:
+        name, parameters = "adaptive_avg_pool2d", {"output_size": module.output_size}
+        input = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+    elif node.op in ("call_function", "call_method"):
+        is_pool = node.target is torch_functional.adaptive_avg_pool2d
+        name = "adaptive_avg_pool2d" if is_pool else "mean"
+        parameters = _arguments(name, node) if is_pool or node.target in _MEANS else {}
+        input = parameters.pop("input", None)
+    else:
+        return None
+    dims = parameters.get("dim")
+    is_over_planes = isinstance(dims, (tuple, list)) and set(dims) in _PLANES
+    if not isinstance(input, fx.Node) or not (
+        is_over_planes or is_one(parameters.get("output_size"))
+    ):
+        return None
+    others = [n for n in input.users if n.target not in (*_SIZES, getattr) and n is not node]
+    if not others or type(parameters.get("keepdim", False)) is not bool:
+        return None
+    return Match(name, parameters, input, (node,))
 
 
 def _takes_in_place(name: str) -> bool:

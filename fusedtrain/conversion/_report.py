@@ -49,7 +49,7 @@ HELP: dict[str, str] = {
     "used elsewhere": "multiply by that value once; a fused product does not keep it",
     "is stored": "store the input of the gate instead",
     "called with more": "call the gate with its input alone, `act(x)`",
-    "gains nothing": 'nothing has to; `memory="recompute"` converts such ones, too',
+    "gains nothing": 'nothing to do; `memory="recompute"` converts such ones, too',
 }
 
 

@@ -51,7 +51,7 @@ from .norm import (
     BatchNormAct3d as BatchNormAct3d,
     BatchNormAddAct as BatchNormAddAct,
 )
-from .pool import AdaptiveAvgPool2d as AdaptiveAvgPool2d, MaxPool2d as MaxPool2d
+from .pool import MaxPool2d as MaxPool2d
 from .sync_norm import (
     SyncBatchNormAct as SyncBatchNormAct,
     convert_sync_batchnorm as convert_sync_batchnorm,

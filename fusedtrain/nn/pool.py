@@ -1,4 +1,4 @@
-"""Pooling as modules."""
+"""Max pooling as a module."""
 
 # No return type: with return_indices forward returns a pair, which TorchScript infers.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -29,18 +29,3 @@ class MaxPool2d(nn.MaxPool2d):
             input, self.kernel_size, self.stride, self.padding, self.dilation, self.ceil_mode,
             self.return_indices,
         )  # fmt: skip
-
-
-class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """:class:`torch.nn.AdaptiveAvgPool2d`; see :func:`fusedtrain.functional.adaptive_avg_pool2d`.
-
-    Example:
-        >>> import torch
-        >>> AdaptiveAvgPool2d(1)(torch.ones(1, 8, 7, 7)).shape
-        torch.Size([1, 8, 1, 1])
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        if is_scripting():
-            return nn.functional.adaptive_avg_pool2d(input, self.output_size)
-        return F.adaptive_avg_pool2d(input, self.output_size)

@@ -142,12 +142,12 @@ IMAGE_CALLS: dict[str, list[Callable[[Any, Tensor], Tensor]]] = {
         lambda m, x: T.max_pool2d(x, kernel_size=3, stride=2, padding=1),
     ],
     "mean": [
-        lambda m, x: x * x.mean((2, 3), keepdim=True), lambda m, x: torch.mean(x, dim=[-1, -2]),
-        lambda m, x: x.mean(dim=(-2, -1)),
+        lambda m, x: x * x.mean((2, 3), keepdim=True),
+        lambda m, x: x - torch.mean(x, dim=[-1, -2], keepdim=True),
     ],
     "adaptive_avg_pool2d": [
         lambda m, x: x * T.adaptive_avg_pool2d(x, 1),
-        lambda m, x: T.adaptive_avg_pool2d(x, output_size=(1, 1)),
+        lambda m, x: x + T.adaptive_avg_pool2d(x, output_size=(1, 1)),
     ],
     "hardtanh": [lambda m, x: T.hardtanh(x, 0, 6)],
     "logsigmoid": [lambda m, x: T.logsigmoid(x)],
@@ -187,8 +187,10 @@ def test_special_values(name: str) -> None:
 @pytest.mark.parametrize("function", [
     lambda m, x: T.max_pool2d(x, 2, return_indices=True)[0], lambda m, x: T.rrelu(x),
     lambda m, x: T.max_pool2d(x, x.shape[-1]), lambda m, x: T.dropout(x, 0.5),
-    lambda m, x: x.mean(), lambda m, x: x.mean(1), lambda m, x: x.mean((1, 2), keepdim=True),
-    lambda m, x: x.mean((2, 3), dtype=torch.float64), lambda m, x: T.adaptive_avg_pool2d(x, 2),
+    lambda m, x: x * x.mean(), lambda m, x: x - x.mean(1, True), lambda m, x: x.mean((2, 3)),
+    lambda m, x: x * x.mean((1, 2), keepdim=True),
+    lambda m, x: x * x.mean((2, 3), True, dtype=torch.float32),
+    lambda m, x: T.adaptive_avg_pool2d(x, 1),
 ])  # fmt: skip
 def test_calls_that_stay(function: Any) -> None:
     assert compared(Calling(function).eval(), torch.randn(2, 3, 8, 8), tolerance=0.0).calls == []

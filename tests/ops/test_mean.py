@@ -141,12 +141,12 @@ class Gate(nn.Module):
 @pytest.mark.parametrize("autocast", [True, False])
 def test_convert(autocast: bool) -> None:
     torch.manual_seed(0)
-    stock = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), Gate(8), nn.AdaptiveAvgPool2d(2))
+    stock = nn.Sequential(nn.Conv2d(3, 8, 3), nn.SiLU(), Gate(8), nn.AdaptiveAvgPool2d(1))
     stock = stock.to(memory_format=torch.channels_last)
     model = copy.deepcopy(stock)
     report = fusedtrain.convert(model)
-    assert [entry.name for entry in report.converted] == ["1", "2.pool"]
-    assert type(model[3]) is nn.AdaptiveAvgPool2d  # of another size
+    assert [entry.name for entry in report.converted] == ["1"]
+    assert [(call.name, call.activation) for call in report.calls] == [("2", "adaptive_avg_pool2d")]
     x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
     gradients = []
     for network in (stock, model):
@@ -157,9 +157,47 @@ def test_convert(autocast: bool) -> None:
         torch.testing.assert_close(ours, want, rtol=0.05 if autocast else 1e-4, atol=1e-4)
 
 
-def test_script_and_compile() -> None:
+READERS: dict[str, tuple[Callable[[Any, Tensor], Any], int]] = {
+    "a gate": (lambda m, x: x * m.fc(m.pool(x)).sigmoid(), 1),
+    "nothing else": (lambda m, x: m.fc(m.pool(x)).sigmoid(), 0),
+    "its size": (lambda m, x: m.pool(x).reshape(x.size(0), x.shape[1]), 0),
+    "two means": (lambda m, x: x.mean((2, 3)) + (x * x).mean((2, 3)), 1),  # of the first
+    "another size": (lambda m, x: x.sum() + T.adaptive_avg_pool2d(x, 2), 0),
+    "arguments": (lambda m, x: x * m.pool(input=x), 0),
+}
+
+
+@pytest.mark.parametrize("readers", READERS)
+def test_convert_changes_means_that_share_their_input(readers: str) -> None:
+    forward, count = READERS[readers]
+    cls = type("Reads", (Gate,), {"forward": lambda self, x: forward(self, T.silu(x))})
+    model = cls(8)
+    stock, x = copy.deepcopy(model), torch.randn(2, 8, 6, 6, requires_grad=True)
+    calls = [call.activation for call in fusedtrain.convert(model).calls]
+    assert sum(name in ("adaptive_avg_pool2d", "mean") for name in calls) == count
+    if count:
+        ours, want = (torch.autograd.grad(m(x).sum(), x)[0] for m in (model, stock))
+        torch.testing.assert_close(ours, want)
+
+
+@pytest.mark.parametrize("change", ["hook", "later hook", "exclude"])
+def test_a_pool_that_is_watched_is_called(change: str) -> None:
+    model, seen = nn.Sequential(nn.SiLU(), Gate(8)), []
+    if change == "hook":
+        model[1].pool.register_forward_hook(lambda *_: seen.append(1))
+    report = fusedtrain.convert(model, exclude=["1.pool"] if change == "exclude" else ())
+    assert len(report.calls) == (change == "later hook")
+    if change == "later hook":
+        model[1].pool.register_forward_hook(lambda *_: seen.append(1))
+    model(torch.randn(2, 8, 6, 6))
+    assert len(seen) == (change != "exclude")
+
+
+def test_script_and_export() -> None:
     x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    scripted = torch.jit.script(fusedtrain.nn.AdaptiveAvgPool2d(1))
-    assert scripted(x).equal(T.adaptive_avg_pool2d(x, 1))
-    program = torch.export.export(fusedtrain.nn.AdaptiveAvgPool2d(1), (x,))
-    assert "fusedtrain" not in str(program.graph)
+    for function, arguments in ((F.mean, ([2, 3], True)), (F.adaptive_avg_pool2d, ([1, 1],))):
+        scripted = torch.jit.script(function)
+        assert scripted(x, *arguments).equal(x.mean((2, 3), keepdim=True))
+    model = nn.Sequential(nn.SiLU(), Gate(3))
+    fusedtrain.convert(model)
+    assert "fusedtrain" not in str(torch.export.export(model, (x,)).graph)
