@@ -114,13 +114,6 @@ def fill_new_memory(fills: bool) -> None:
 
 
 @pytest.fixture
-def small_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means of few elements run our node, too."""
-    monkeypatch.setattr("fusedtrain.ops.pool._LEAST", 1)
-    monkeypatch.setattr("fusedtrain.ops.pool._LEAST_CONTIGUOUS", 1)
-
-
-@pytest.fixture
 def memory_is_full_of_nan() -> Iterator[None]:
     """Shows elements that nobody has written: memory that torch or a kernel's binding hands out is
     filled with NaN."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fusedtrain
 import fusedtrain.functional as F
+from fusedtrain._calls import suggests_channels_last
 from fusedtrain.ops import pool
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
@@ -34,7 +35,11 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("small_means")
+@pytest.fixture(autouse=True)
+def every_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means of any size and layout run our node."""
+    monkeypatch.setattr(pool, "_LEAST", 1)
+    monkeypatch.setattr(pool, "suggests_channels_last", lambda _: True)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -116,10 +121,10 @@ def test_runs_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [F.mean(empty, (2, 3)).grad_fn, F.mean(x, ()).grad_fn]
     names += [F.adaptive_avg_pool2d(x, 2).grad_fn]
     monkeypatch.setattr(pool, "_LEAST", x.numel() + 1)
-    names += [F.mean(x, 1).grad_fn]
-    monkeypatch.setattr(pool, "_LEAST", 1)
-    monkeypatch.setattr(pool, "_LEAST_CONTIGUOUS", 17)
     names += [F.mean(x, 1).grad_fn, F.adaptive_avg_pool2d(x, 1).grad_fn]
+    monkeypatch.setattr(pool, "_LEAST", 1)
+    monkeypatch.setattr(pool, "suggests_channels_last", suggests_channels_last)
+    names += [F.mean(x, (2, 3)).grad_fn, F.adaptive_avg_pool2d(x, 1).grad_fn]
     assert all(type(node).__name__ != "MeanBackward" for node in names)
     with torch.no_grad():
         assert F.mean(x, 1).equal(x.mean(1))
