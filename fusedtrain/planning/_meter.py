@@ -3,6 +3,7 @@ outputs, and the autocast around a forward."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -20,19 +21,23 @@ _MARK = "fusedtrain mark"
 class Meter:
     """While entered, `mark()` ends an interval. Afterwards `peaks[i]` is the most that was
     allocated after mark i, and before the next one, since the meter was entered: by torch's
-    profiler (CPU), or by the caching allocator of an accelerator."""
+    profiler (CPU), or by the caching allocator of an accelerator. Garbage of earlier steps stays
+    meanwhile: its memory, freed within a step, would be taken off the peak."""
 
     def __init__(self, device: torch.device) -> None:
         self.peaks: list[int] = []
         self._index = device.index  # None: the CPU
         self._profile: Any = None
         self._before = 0
+        self._collects = False
 
     @property
     def peak(self) -> int:
         return max(self.peaks)
 
     def __enter__(self) -> Meter:
+        self._collects = gc.isenabled()
+        gc.disable()
         if self._index is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
@@ -54,6 +59,8 @@ class Meter:
             torch.accelerator.reset_peak_memory_stats(self._index)
 
     def __exit__(self, *error: Any) -> None:
+        if self._collects:
+            gc.enable()
         if self._index is not None:
             self.mark()
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import warnings
@@ -49,6 +50,23 @@ def peak_of(model: nn.Module, x: Any) -> int:
         torch.manual_seed(1)
         model(x).float().sum().backward()
     return meter.peak
+
+
+def test_garbage_of_earlier_steps_is_no_part_of_a_peak() -> None:
+    threshold = gc.get_threshold()
+    gc.set_threshold(1 << 20)  # no collection before the meter runs
+    with Meter(torch.device("cpu")):  # the profiler counts what it has seen allocated
+        ring: list[Any] = [torch.empty(1 << 20)]
+        ring.append(ring)
+        del ring
+    with Meter(torch.device("cpu")) as meter:
+        gc.set_threshold(10)
+        lists: list[Any] = [[] for _ in range(100)]
+        held = torch.empty(1 << 20)
+    gc.set_threshold(*threshold)
+    assert meter.peak >= held.nbytes
+    assert gc.isenabled()
+    assert lists
 
 
 def converted(model: nn.Module, plan: MemoryPlan) -> tuple[nn.Module, nn.Module]:
