@@ -39,6 +39,7 @@ from ._formulas import (
     is_activation,
     matches_of,
     mean_of,
+    mean_of_planes,
     name_of_call,
     name_of_other,
     other_call_of,
@@ -146,6 +147,10 @@ class ActivationCall(Unit):
         if match.is_formula:
             arguments = (input, match.name, match.number, match.widens)
             return graph.call_function(activated, arguments, dict(match.parameters))
+        if match.name == "mean":
+            args, kwargs = fx.node.map_arg((match.root.args, match.root.kwargs), copy.of)
+            is_method = match.root.op == "call_method"
+            return graph.call_function(mean_of_planes, (args[0], is_method, *args[1:]), kwargs)
         function = getattr(fused_functional, match.name)
         parameters = {key: copy.of(value) for key, value in match.parameters.items()}
         return graph.call_function(function, (input,), parameters)

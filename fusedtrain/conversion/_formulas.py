@@ -152,34 +152,44 @@ def name_of_other(node: fx.Node) -> str:
     return OTHERS.get(node.target, "")
 
 
-_MEANS = (torch.mean, "mean")
-_PLANES = ({2, 3}, {-2, -1})  # dimensions of images
-_SIZES = ("dim", "numel", "size")
+_PLANES = (["2", "3"], ["-1", "-2"])  # dimensions of images
+_SIZES = ("dim", "numel", "size", getattr)
 
 
 def mean_of(node: fx.Node, module: nn.Module | None) -> Match | None:
     """The mean of each channel of images that something else reads, too: the squeeze of a gate.
     The gradients of both are added. `module` is the one that is called."""
-    if type(module) is nn.AdaptiveAvgPool2d:
+    is_call = node.op in ("call_function", "call_method")
+    if type(module) is nn.AdaptiveAvgPool2d and len(node.args) == 1 and not node.kwargs:
         name, parameters = "adaptive_avg_pool2d", {"output_size": module.output_size}
-        input = node.args[0] if len(node.args) == 1 and not node.kwargs else None
-    elif node.op in ("call_function", "call_method"):
-        is_pool = node.target is torch_functional.adaptive_avg_pool2d
-        name = "adaptive_avg_pool2d" if is_pool else "mean"
-        parameters = _arguments(name, node) if is_pool or node.target in _MEANS else {}
-        input = parameters.pop("input", None)
+    elif is_call and node.target is torch_functional.adaptive_avg_pool2d:
+        name = "adaptive_avg_pool2d"
+        parameters = _arguments(name, node)
+    elif is_call and node.target in (torch.mean, "mean"):
+        name, parameters = "mean", _arguments("mean", node)
     else:
         return None
-    dims = parameters.get("dim")
-    is_over_planes = isinstance(dims, (tuple, list)) and set(dims) in _PLANES
-    if not isinstance(input, fx.Node) or not (
-        is_over_planes or is_one(parameters.get("output_size"))
-    ):
+    parameters.pop("input", None)
+    dims = parameters.get("dim", ())
+    is_of_planes = isinstance(dims, (tuple, list)) and sorted(map(str, dims)) in _PLANES
+    if not (is_of_planes or is_one(parameters.get("output_size"))):
         return None
-    others = [n for n in input.users if n.target not in (*_SIZES, getattr) and n is not node]
-    if not others or type(parameters.get("keepdim", False)) is not bool:
+    input = node.args[0] if node.args else None
+    if not isinstance(input, fx.Node) or node.all_input_nodes != [input]:
         return None
-    return Match(name, parameters, input, (node,))
+    read_too = any(user is not node and user.target not in _SIZES for user in input.users)
+    return Match(name, parameters, input, (node,)) if read_too else None
+
+
+def mean_of_planes(input: Any, is_method: bool, *args: Any, **kwargs: Any) -> Any:
+    """:func:`fusedtrain.functional.mean`; the call that the forward had, of anything but a plain
+    tensor, such as an array."""
+    if is_plain(input):
+        return fused_functional.mean(input, *args, **kwargs)
+    return input.mean(*args, **kwargs) if is_method else torch.mean(input, *args, **kwargs)
+
+
+mean_of_planes.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
 def _takes_in_place(name: str) -> bool:

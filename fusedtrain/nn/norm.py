@@ -62,6 +62,9 @@ class _NoQconfig:
         raise AttributeError(f"{name!r} object has no attribute 'qconfig'")
 
 
+_GETATTR = nn.Module.__getattr__
+
+
 def _state_of(norm: Any) -> tuple[Any, ...]:
     """The op's arguments from `weight` to `eps`, and the counter of batches if the call is one more
     batch, else None.
@@ -71,21 +74,24 @@ def _state_of(norm: Any) -> tuple[Any, ...]:
     change of the module acts at the next one. Dictionaries are read: an attribute that
     nn.Module.__getattr__ finds takes 0.6 us, and a call needs eight.
     """
-    state = norm.__dict__
+    state = norm.__dict__ if type(norm).__getattr__ is _GETATTR else {}
     try:
         parameters, buffers = state["_parameters"], state["_buffers"]
         weight, bias = parameters["weight"], parameters["bias"]
         mean, var = buffers["running_mean"], buffers["running_var"]
-        batches, momentum, eps = buffers["num_batches_tracked"], state["momentum"], state["eps"]
         training, tracks = state["training"], state["track_running_stats"]
-    except KeyError:  # weight_norm, or a pickle of another version
+        momentum, eps = state["momentum"], state["eps"]
+    except KeyError:  # weight_norm, a pickle of another version, or a class that answers itself
         weight, bias, mean, var = norm.weight, norm.bias, norm.running_mean, norm.running_var
-        batches, momentum, eps = norm.num_batches_tracked, norm.momentum, norm.eps
         training, tracks = norm.training, norm.track_running_stats
-    if not (training and tracks and (_is_dynamo_compiling() or backward_number() == -1)):
-        batches = None
-        if training:
-            mean = var = None
+        momentum, eps = norm.momentum, norm.eps
+    batches = None
+    if training and tracks and (_is_dynamo_compiling() or backward_number() == -1):
+        counter = state.get("_buffers", {})
+        known = "num_batches_tracked" in counter
+        batches = counter["num_batches_tracked"] if known else norm.num_batches_tracked
+    elif training:
+        mean = var = None
     if momentum is None:  # the average of all batches
         momentum = 0.0 if batches is None else 1.0 / (float(batches) + 1.0)
     by_batch = training or (mean is None and var is None)

@@ -163,7 +163,7 @@ def run(
         return _unusual(input, residual, norm, activation, overwrite_input)
     planned = _recompute.planned()
     if _cpp is not None and not planned:
-        if input.layout is _STRIDED and not input.is_contiguous():
+        if input.layout is _STRIDED and not (input.is_contiguous() or transformed()):
             input = laid_out(input, activation)
         result: Any = _cpp.batch_norm_act(
             input, residual, branch_scale, weight, bias, running_mean, running_var, training,

@@ -54,8 +54,9 @@ class BatchNormAct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        def differentiable(*_: Any) -> tuple[Any, ...]:
-            return _formula(grad, *ctx.saved_tensors, ctx.training, ctx.eps, *ctx.activation)
+        def differentiable(grad: Tensor, *saved: Any) -> tuple[Any, ...]:
+            # torch.utils.checkpoint hands out saved tensors once.
+            return _formula(grad, *saved[:7], ctx.training, ctx.eps, *ctx.activation)
 
         op = differentiable if _calls.plain_backward(grad) else _backward
         return (*_gradients(ctx, grad, op), None, None)

@@ -19,7 +19,7 @@ from torch.overrides import has_torch_function_unary as _has
 from .. import _recompute
 from .._calls import apply_of, fits, needs_grad, plain_backward, suggests_channels_last
 from .._graph.fx import handle as _handle
-from .._torch_private import BroadcastingList1, BroadcastingList2
+from .._torch_private import BroadcastingList1, BroadcastingList2, without_torch_function
 from ..reference import pool as reference
 from ..reference.bits import packed_bytes
 from ..reference.pool import new_image, out_sizes
@@ -195,9 +195,10 @@ class Mean(torch.autograd.Function):
         ctx: Any, input: Tensor, dims: tuple[int, ...], keepdim: bool, pools: bool
     ) -> Tensor:
         ctx.rest = (input.shape, dims, keepdim)
-        if pools:
-            return torch_functional.adaptive_avg_pool2d(input, 1)
-        return torch.mean(input, dims, keepdim)
+        with without_torch_function():  # a plan keeps the few numbers
+            if pools:
+                return torch_functional.adaptive_avg_pool2d(input, 1)
+            return torch.mean(input, dims, keepdim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -218,13 +219,10 @@ def is_one(output_size: Any) -> bool:
 
 
 def _gains(input: Tensor) -> bool:
-    """Whether a mean is worth a node of our own. A plan sees torch's functions."""
+    """Whether a mean is worth a node of our own."""
     if not (fits(input) and needs_grad(input)):
         return False
-    if input.numel() < _LEAST or not suggests_channels_last(input):
-        return False
-    scope = _recompute.scope()
-    return scope is None or not scope.sees_torch
+    return input.numel() >= _LEAST and suggests_channels_last(input)
 
 
 def mean(

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as T
@@ -183,6 +184,38 @@ def test_convert_changes_means_that_share_their_input(readers: str) -> None:
     if count:
         ours, want = (torch.autograd.grad(m(x).sum(), x)[0] for m in (model, stock))
         torch.testing.assert_close(ours, want)
+
+
+class Doubles:
+    """No tensor, with a method of the same name."""
+
+    def mean(self, dim: Any, keepdim: bool = False) -> Any:
+        return dim, keepdim
+
+
+def test_what_is_no_tensor_keeps_its_method() -> None:
+    forward = lambda self, x: (T.silu(self.fc.bias), x, x.mean((2, 3)))  # noqa: E731
+    model = type("Reads", (Gate,), {"forward": forward})(8)
+    assert [call.activation for call in fusedtrain.convert(model).calls] == ["silu", "mean"]
+    array = np.random.default_rng(0).random((2, 3, 4, 4))
+    assert np.array_equal(model(array)[2], array.mean((2, 3)))
+    assert model(Doubles())[2] == ((2, 3), False)
+
+
+def test_a_plan_has_the_bits_of_convert() -> None:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.SiLU(), Gate(8), nn.Conv2d(8, 8, 3))
+    stock = nn.Sequential(*layers, nn.BatchNorm2d(8), nn.SiLU(), Gate(8))
+    stock = stock.to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)
+    gradients = []
+    for memory in ("store", "recompute", fusedtrain.plan_memory(copy.deepcopy(stock), x, 0.8)):
+        model = copy.deepcopy(stock)
+        fusedtrain.convert(model, memory=memory)
+        loss = model(x).square().sum()
+        gradients.append(torch.autograd.grad(loss, model.parameters()))
+    for others in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], others))
 
 
 @pytest.mark.parametrize("change", ["hook", "later hook", "exclude"])

@@ -192,3 +192,18 @@ def test_export_script_and_trace_need_no_fusedtrain() -> None:
             again = copy.deepcopy(module)
             again(*inputs)
             torch.testing.assert_close(scripted.running_var, again.running_var)
+
+
+def test_an_ensemble_behind_a_convolution() -> None:
+    """A convolution under vmap returns an output that is not contiguous."""
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Conv2d(3, 4, 3), fnn.BatchNormAct2d(4)) for _ in range(3)]
+    parameters, buffers = torch.func.stack_module_state(models)
+    x = torch.randn(3, 4, 3, 8, 8)
+
+    def forward(parameters: Any, buffers: Any, x: Tensor) -> Tensor:
+        output: Tensor = torch.func.functional_call(models[0], (parameters, buffers), (x,))
+        return output
+
+    want = torch.stack([copy.deepcopy(model)(one) for model, one in zip(models, x, strict=True)])
+    torch.testing.assert_close(torch.vmap(forward)(parameters, buffers, x), want)

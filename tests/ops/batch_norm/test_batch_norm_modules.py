@@ -269,3 +269,24 @@ def test_conversion_of_torch_does_not_drop_the_activation() -> None:
             with pytest.raises(RuntimeError, match="activation"):
                 nn.SyncBatchNorm.convert_sync_batchnorm(model)
         assert not hasattr(module, "qconfig")
+
+
+@pytest.mark.parametrize("mode", ["eval", "untracked"])
+def test_a_counter_that_is_not_needed_may_be_missing(mode: str) -> None:
+    norm, x = fnn.BatchNormAct2d(4, track_running_stats=mode == "eval"), torch.randn(2, 4, 3, 3)
+    stock = nn.BatchNorm2d(4, track_running_stats=mode == "eval")
+    for module in (norm, stock):
+        module.train(mode != "eval")
+        del module.num_batches_tracked
+    torch.testing.assert_close(norm(x), stock(x).relu())
+
+
+def test_a_class_that_answers_for_its_parameters() -> None:
+    class Tripled(fnn.BatchNormAct2d):
+        def __getattr__(self, name: str) -> Any:
+            value = super().__getattr__(name)
+            return value * 3 if name == "weight" else value
+
+    norm, x = Tripled(4), torch.randn(2, 4, 3, 3)
+    nn.init.ones_(norm._parameters["weight"])
+    torch.testing.assert_close(norm(x), 3 * fnn.BatchNormAct2d(4)(x))

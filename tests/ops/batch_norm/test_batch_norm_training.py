@@ -162,3 +162,20 @@ def test_softplus_under_autocast_of_cuda(monkeypatch: pytest.MonkeyPatch, thresh
     torch.testing.assert_close(
         y, torch_functional.softplus(z.float(), 2.0, threshold), rtol=1e-2, atol=1e-2
     )
+
+
+@pytest.mark.parametrize("cpp", [True, False])
+@pytest.mark.parametrize("act", [None, nn.ReLU, nn.SiLU])
+def test_gradients_of_gradients_under_checkpoint(
+    act: Any, cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hands out a saved tensor once a backward."""
+    if not cpp:
+        monkeypatch.setattr("fusedtrain.ops.batch_norm._cpp", None)
+    norm = fnn.BatchNormAct2d(3, apply_act=act is not None, act_layer=act or nn.ReLU).double()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+    seconds = []
+    for run in (lambda t: checkpoint(norm, t, use_reentrant=False), norm):
+        (first,) = torch.autograd.grad(run(x).pow(3).sum(), x, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*seconds)
