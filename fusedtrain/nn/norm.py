@@ -6,7 +6,6 @@ Numerics, layouts and saved tensors: :func:`fusedtrain.functional.batch_norm_act
 import sys
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -152,13 +151,23 @@ class BatchNormActBase(BatchNormBase):
             return self._scripted(input, residual)
         return self._fused(input, residual)
 
-    # torch's forward by another name: TorchScript names a method after its function.
-    _plain = FunctionType(
-        BatchNormBase.forward.__code__, BatchNormBase.forward.__globals__, "_plain"
-    )
-
     def _scripted(self, input: Tensor, residual: Tensor | None) -> Tensor:
-        z = self._plain(input)
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        kept = not self.training or self.track_running_stats
+        z = nn.functional.batch_norm(
+            input,
+            self.running_mean if kept else None,
+            self.running_var if kept else None,
+            self.weight,
+            self.bias,
+            self.training or self.running_mean is None,
+            factor,
+            self.eps,
+        )
         # After convert, or convert_sync_batchnorm, a norm may have neither.
         if hasattr(self, "drop"):
             z = self.drop(z)

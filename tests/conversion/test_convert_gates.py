@@ -119,7 +119,8 @@ def test_layers(name: str) -> None:
     report = compared(layer, x, x, 1e-6 if "Hardsigmoid" in gate else 1e-12)
     assert [product.activation for product in report.products] == [gate]
     assert "fused 1 product with a gate" in str(report)
-    assert report.calls == []
+    squeezes = {"adaptive_avg_pool2d", "mean"}
+    assert {call.activation for call in report.calls} <= squeezes
     assert report.proof is not None
     assert report.proof.saved_after <= report.proof.saved_before
     if name in ("swiglu", "gated"):

@@ -96,6 +96,17 @@ def max_pool2d(pick: Pick, context: Context) -> Call:
                 backward=2.0)  # fmt: skip
 
 
+def mean(name: str, pick: Pick, context: Context) -> Call:
+    """A mean beside another reader; some are of sizes that run our node."""
+    sizes = pick((2, 3, 5, 7), (2, 32, 64, 64)) if context.mode == "gradient" else (2, 3, 5, 7)
+    x = context.random(pick, sizes, "normal")
+    rest = ("1",) if name == "adaptive_avg_pool2d" else ("(2, 3)", "(2, 3), True", "-1", "(0, 1)")
+    listed = pick(*rest)
+    theirs = "torch.mean" if name == "mean" else f"N.{name}"
+    return Call(f"F.{name}(x, {listed})", f"{theirs}(x, {listed})", {"x": x}, ("x",),
+                backward=2.0)  # fmt: skip
+
+
 _IMAGES = """\
 import torch
 import fusedtrain.functional as F

@@ -134,6 +134,10 @@ _MAKERS: dict[str, Generator] = {
     ),
     "max_pool2d": Generator(norms.max_pool2d, EVERY),
     **{
+        name: Generator(partial(norms.mean, name), CHAINED)
+        for name in ("adaptive_avg_pool2d", "mean")
+    },
+    **{
         f"depthwise_conv{dims}d": Generator(partial(convolutions.depthwise, dims), CHAINED)
         for dims in (1, 2, 3)
     },

@@ -161,6 +161,8 @@ CASES: dict[str, Case] = {
         f"max_pool2d, {kind}": (partial(F.max_pool2d, **options), (IMAGE,))
         for kind, options in POOLS.items()
     },
+    "mean": (partial(F.mean, dim=(2, 3)), (IMAGE,)),
+    "adaptive_avg_pool2d": (partial(F.adaptive_avg_pool2d, output_size=1), (IMAGE,)),
     **{f"{name}, in place": (_in_place(name), (IMAGE,)) for name in INPLACE},
 }  # fmt: skip
 # Their derivatives are few numbers, of an input that is gone, or computed again.

@@ -37,7 +37,8 @@ def _ops_of(backend: str) -> Any:
         return placed_on("cuda")
     if backend == "emulated":
         kernels.orders = ("forward",)
-    return SimpleNamespace(**{name: partial(kernels.run, name) for name in NAMES})
+    calls = {name: partial(kernels.run, name) for name in NAMES}
+    return SimpleNamespace(**calls, is_reference=backend == "reference")
 
 
 BACKENDS: dict[str, Callable[[], Any]] = {

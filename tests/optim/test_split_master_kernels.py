@@ -213,7 +213,7 @@ def test_what_is_no_correction(ops: Any) -> None:
     for dtype, master, words in ((F32, I16, "16-bit"), (BF16, torch.int32, "int16 or int8")):
         case = Case("sgd", [Spec((5,), dtype, master=True, states=())], [{}])
         case.masters[0] = case.masters[0].to(master)
-        if ops is BACKENDS["reference"]():
+        if getattr(ops, "is_reference", False):
             continue  # plain torch checks shapes only
         with pytest.raises(RuntimeError, match=words):
             ops.optimizer_step(*case.arguments(), None, None)

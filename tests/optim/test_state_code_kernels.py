@@ -337,7 +337,7 @@ def test_small_updates_are_not_lost(
     ],
 )
 def test_what_is_refused(ops: Any, change: str, words: str) -> None:
-    if ops is BACKENDS["reference"]():
+    if getattr(ops, "is_reference", False):
         pytest.skip("not a case: plain torch checks shapes only")
     case = holder(torch.zeros(65), SIGNED)
     if change == "no scales":
