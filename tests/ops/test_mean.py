@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain._calls import suggests_channels_last
+from fusedtrain._graph.forward import rewritten_of
 from fusedtrain.ops import pool
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
@@ -153,6 +154,7 @@ def test_convert(autocast: bool) -> None:
     report = fusedtrain.convert(model)
     assert [entry.name for entry in report.converted] == ["1"]
     assert [(call.name, call.activation) for call in report.calls] == [("2", "adaptive_avg_pool2d")]
+    assert "adaptive_avg_pool2d" in getattr(rewritten_of(model[2]), "source", "")
     x = torch.randn(2, 3, 9, 9).to(memory_format=torch.channels_last)
     gradients = []
     for network in (stock, model):
@@ -197,6 +199,7 @@ def test_what_is_no_tensor_keeps_its_method() -> None:
     forward = lambda self, x: (T.silu(self.fc.bias), x, x.mean((2, 3)))  # noqa: E731
     model = type("Reads", (Gate,), {"forward": forward})(8)
     assert [call.activation for call in fusedtrain.convert(model).calls] == ["silu", "mean"]
+    assert "mean_of_planes" in getattr(rewritten_of(model), "source", "")
     array = np.random.default_rng(0).random((2, 3, 4, 4))
     assert np.array_equal(model(array)[2], array.mean((2, 3)))
     assert model(Doubles())[2] == ((2, 3), False)
