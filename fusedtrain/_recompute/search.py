@@ -1,11 +1,10 @@
 """The choice of what backward recomputes: the least time whose simulated peak fits a budget.
 
-Two families of choices are simulated, and paths between each of these and "keep everything":
+Paths to "keep everything" are simulated, from these choices:
 
+- recompute everything;
 - the forward cut into K segments, in which all but the tensors that cross a cut is recomputed
-  (Chen et al., arXiv:1604.06174, with cuts where few bytes cross);
-- the cheapest bytes first: outputs by milliseconds a byte, however many are recomputed. This is the
-  path from "recompute everything".
+  (Chen et al., arXiv:1604.06174, with cuts where few bytes cross).
 
 A path takes outputs out of recomputation one by one, the dearest bytes first. All that was
 simulated is remembered, so that a smaller budget never gets a larger peak.
@@ -53,7 +52,7 @@ class Search:
         self._starts = [tuple(self._worth), *self._segmented()]
 
     def run(self, report: Callable[[int, int], None] = lambda done, of: None) -> None:
-        """Simulates both families."""
+        """Simulates all paths."""
         for done, start in enumerate(self._starts):
             self._follow(start, _POINTS if done else 2 * _POINTS)
             report(done + 1, len(self._starts))
