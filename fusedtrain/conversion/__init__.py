@@ -57,7 +57,7 @@ MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
     homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
-             "gated_formula": "_gates", "laid_out_as": "_gates", "mean_of_planes": "_formulas",
+             "gated_formula": "_gates", "laid_out_as": "_gates", "method": "_formulas",
              "norm_act_of": "_fused_calls",
              "with_epilogue": "_fused_calls", "Epilogue": "_fused_calls"}  # fmt: skip
     if name not in homes:

@@ -39,7 +39,7 @@ from ._formulas import (
     is_activation,
     matches_of,
     mean_of,
-    mean_of_planes,
+    method,
     name_of_call,
     name_of_other,
     other_call_of,
@@ -147,10 +147,9 @@ class ActivationCall(Unit):
         if match.is_formula:
             arguments = (input, match.name, match.number, match.widens)
             return graph.call_function(activated, arguments, dict(match.parameters))
-        if match.name == "mean":
+        if match.root.op == "call_method":
             args, kwargs = fx.node.map_arg((match.root.args, match.root.kwargs), copy.of)
-            is_method = match.root.op == "call_method"
-            return graph.call_function(mean_of_planes, (args[0], is_method, *args[1:]), kwargs)
+            return graph.call_function(method, (args[0], str(match.root.target), *args[1:]), kwargs)
         function = getattr(fused_functional, match.name)
         parameters = {key: copy.of(value) for key, value in match.parameters.items()}
         return graph.call_function(function, (input,), parameters)

@@ -181,15 +181,16 @@ def mean_of(node: fx.Node, module: nn.Module | None) -> Match | None:
     return Match(name, parameters, input, (node,)) if read_too else None
 
 
-def mean_of_planes(input: Any, is_method: bool, *args: Any, **kwargs: Any) -> Any:
-    """:func:`fusedtrain.functional.mean`; the call that the forward had, of anything but a plain
-    tensor, such as an array."""
-    if is_plain(input):
-        return fused_functional.mean(input, *args, **kwargs)
-    return input.mean(*args, **kwargs) if is_method else torch.mean(input, *args, **kwargs)
+def method(input: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Our function for the method of a tensor; the method of anything else, such as an array."""
+    if not isinstance(input, torch.Tensor):
+        return getattr(input, name)(*args, **kwargs)
+    if name.endswith("_"):
+        kwargs["inplace"] = True
+    return getattr(fused_functional, name.rstrip("_"))(input, *args, **kwargs)
 
 
-mean_of_planes.__module__ = "fusedtrain.conversion"  # the name in pickles
+method.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
 def _takes_in_place(name: str) -> bool:

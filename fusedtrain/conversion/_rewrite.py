@@ -153,6 +153,8 @@ class Edit:
             for graph in edited.values():
                 number_names(graph)
         sources = {graph: source_of(module, edited[graph]) for graph in graphs}
+        for _, _, reason in sources.values():  # `Rules.of_source` has asked for the stock forward
+            assert not reason, reason
         if self.trace.ways:
             return woven({a: (edited[g], sources[g]) for a, g in self.trace.ways.items()})
         return joined(*sources.values()) if self.trace.by_training else sources[graphs[0]]

@@ -91,9 +91,8 @@ class Site(Unit):
     calls: list[Value] = field(default_factory=list)  # of the norm
     overwrites: bool = False  # the norm its input
     alone: bool = False  # of use without any step
-    barred: tuple[EpilogueStep, str] | None = (
-        None  # the first step that it cannot take over, and why
-    )
+    # The first step that it cannot take over, and why.
+    barred: tuple[EpilogueStep, str] | None = None
 
     def level_of(self, step: EpilogueStep) -> int:
         return [trace for trace, _ in self.levels].index(step.trace)
