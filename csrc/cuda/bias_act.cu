@@ -14,21 +14,22 @@ using formulas::Philox;
 template <int kLanes>
 __device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kept)[kLanes]) {
   const uint64_t key = uint64_t(call.seed[0]), high = uint64_t(call.seed[1]);
-  // Vectors of 4 or 8 begin where a block does.
+  // Vectors of 8 are a block, those of 4 a half of one: its words, or these with exchanged halves.
+  // Two such vectors draw the block twice. Arithmetic of a float vector hides behind its 32 bytes.
+  const Philox random(key, uint64_t(at) / 8, high);
+  const uint32_t turn = at & 4 ? 16 : 0;
+  if constexpr (kLanes == 1) {
+    const int which = int(at % 4);
+    const uint32_t word = which == 0   ? random.word[0]
+                          : which == 1 ? random.word[1]
+                          : which == 2 ? random.word[2]
+                                       : random.word[3];
+    kept[0] = Philox::rotated(word, turn) >= call.threshold;
+  } else {
 #pragma unroll
-  for (int l = 0; l < kLanes; l += 4) {
-    const Philox random(key, uint64_t(at + l) / 4, high);
-    if constexpr (kLanes == 1) {
-      const int which = int(at % 4);
-      const uint32_t word = which == 0   ? random.word[0]
-                            : which == 1 ? random.word[1]
-                            : which == 2 ? random.word[2]
-                                         : random.word[3];
-      kept[0] = word >= call.threshold;
-    } else {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) kept[l + w] = random.word[w] >= call.threshold;
-    }
+    for (int l = 0; l < kLanes; ++l)
+      kept[l] =
+          Philox::rotated(random.word[l % 4], kLanes == 4 ? turn : l / 4 * 16) >= call.threshold;
   }
 }
 

@@ -6,7 +6,7 @@
 namespace fusedtrain {
 
 // z = x + bias, y = drop(clamp(gain f(z))). Samples are 1; the bias is one value of the tensor's
-// dtype a channel, or null. Element i in memory is dropped where word i of the Philox stream of
+// dtype a channel, or null. Element i in memory is dropped where its number in the Philox stream of
 // `seed` (philox.h) is below `threshold`, and else multiplied by `keep`.
 struct BiasAct {
   int op;
