@@ -81,9 +81,9 @@ void run(const BiasActForward& call, int64_t first, int64_t last, const Data& da
   double parameters[kMaxParameters];
   if (call.op >= 0) round_parameters(call.op, call.dtype, call.parameters, parameters);
   const ChainFinish<T> finish = finish_of<T>(call);
-  // The formula is the last step.
+  // The formula is the last step, but for the residual.
   const bool plain = call.op >= 0 && call.gain == 1 && call.clamp < 0 && call.seed == nullptr;
-  alignas(64) T xs[kTile], zs[kTile], ys[kTile];
+  alignas(64) T xs[kTile], zs[kTile], ys[kTile], residuals[kTile];
   alignas(64) uint32_t numbers[kRoom];
   Bias<Data> bias(call, data);
   const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step) {
@@ -99,6 +99,10 @@ void run(const BiasActForward& call, int64_t first, int64_t last, const Data& da
     }
     if (!plain)
       table_of(kernels().chain, T()).finish(z, y, n, finish, numbers_for(call, i, n, numbers));
+    if (call.residual != nullptr) {
+      const T* residual = data.read(call.residual, i, n, residuals);
+      table_of(kernels().chain, T()).bias_add(y, residual, 1, y, n);
+    }
     data.write(y, call.y, i, n);
   };
   each_column(call.shape, first, last, visit, [](int64_t, int64_t) {});

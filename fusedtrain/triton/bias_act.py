@@ -65,13 +65,13 @@ def keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER: tl.constex
 
 @triton.jit(do_not_specialize=[*SIZES, "threshold"])
 def bias_act_kernel(  # equal (other=): elements beyond the data are not stored
-    x_ptr, bias_ptr, seed_ptr, y_ptr,
+    x_ptr, bias_ptr, seed_ptr, residual_ptr, y_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     threshold: tl.int64, a: tl.float64, b: tl.float64, gain: tl.float64, bound: tl.float64,
     keep: tl.float64,
     FORWARD: tl.constexpr, STORED: tl.constexpr, BIAS: tl.constexpr, CLAMPS: tl.constexpr,
-    DROPS: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr,
-    LAST: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    DROPS: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+    PLANES: tl.constexpr, LAST: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     columns = units * UNIT
     row, first, column, inside, coefficient = tile(
@@ -89,6 +89,8 @@ def bias_act_kernel(  # equal (other=): elements beyond the data are not stored
     if DROPS:
         kept = keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER, HEIGHT, WIDTH)
         y = tl.where(kept, y * number(keep, z), 0.0)
+    if ADDS:
+        y += widen(tl.load(residual_ptr + at, mask=inside, other=0.0))
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -180,17 +182,20 @@ class _Call:
 
 
 def bias_act(
-    input: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
+    input: Tensor, bias: Tensor | None, seed: Tensor | None, residual: Tensor | None, dim: int,
     activation: int, a: float, b: float, gain: float, clamp: float, p: float,
 ) -> Tensor:  # fmt: skip
     call = _Call(
         "bias_act", input, bias, seed, dim, False, activation, a, b, gain, clamp, p
     )  # fmt: skip
-    y = torch.empty_like(call.x)
+    if residual is not None:
+        check_same("bias_act", residual, input, "residual", "input")
+    y, adds = torch.empty_like(call.x), residual is not None
     if y.numel():
-        constants = (call.forward, call.stored, *call.flags, *call.tail)
-        tensors = (call.x, call.bias, call.seed, y)
-        _launch(call.variant, call.shape.programs, tensors, call.numbers, constants)
+        constants = (call.forward, call.stored, *call.flags, adds, *call.tail)
+        added = call.x if residual is None else dense_like(residual, call.x)
+        tensors = (call.x, call.bias, call.seed, added, y)
+        _launch((adds, call.variant), call.shape.programs, tensors, call.numbers, constants)
     return y
 
 
