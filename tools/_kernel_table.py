@@ -99,8 +99,8 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
 _POOL, _POOL_BACKWARD = ("pool", "max_pool2d_kernel"), ("pool_backward", "max_pool2d_tiles_kernel")
 ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
     # Vectors that are loaded together, and computed with one after the other.
+    ("bias_act", "", "DropoutAddForwardJob|BackwardJob"): {"moved": 3, "inner": 2},
     ("bias_act", "", "ForwardJob"): {"moved": 2, "inner": 4},
-    ("bias_act", "", "BackwardJob"): {"moved": 3, "inner": 2},
     ("scale_add", "", r"ForwardJob<\w+, false"): {"moved": 2, "inner": 4},
     ("scale_add", "", r"ForwardJob|BackwardJob<\w+, true"): {"moved": 3, "inner": 2},
     ("scale_add", "", "BackwardJob"): {"moved": 2, "inner": 4},

@@ -26,12 +26,15 @@ struct BiasActSettings {
 
   auto fields() const { return std::tie(dim, f, gain, clamp, p); }
 
-  Tensor output(const Tensor& input, const Tensor& bias, const Tensor& seed) const {
-    static const Op<Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&, int64_t, int64_t,
-                           double, double, double, double, double)>
+  Tensor output(const Tensor& input, const Tensor& bias, const Tensor& seed,
+                const Tensor& residual) const {
+    static const Op<Tensor(const Tensor&, const MaybeTensor&, const MaybeTensor&,
+                           const MaybeTensor&, int64_t, int64_t, double, double, double, double,
+                           double)>
         op = "fusedtrain::bias_act";
     const BelowAutograd below(input);
-    return op.call(input, maybe(bias), maybe(seed), dim, f.op, f.a, f.b, gain, clamp, p);
+    return op.call(input, maybe(bias), maybe(seed), maybe(residual), dim, f.op, f.a, f.b, gain,
+                   clamp, p);
   }
 
   std::tuple<Tensor, Tensor> backward(const Tensor& grad, const Tensor& saved, const Tensor& bias,
@@ -46,26 +49,27 @@ struct BiasActSettings {
 };
 
 struct BiasActRule {
-  static constexpr size_t kSaved = 3, kEdges = 2;
+  static constexpr size_t kSaved = 3, kEdges = 3;
   static constexpr const char* kLabel = "BiasActBackward";
   enum Saved { kActivated, kBias, kSeed };
-  enum Edge { kToInput, kToBias };
+  enum Edge { kToInput, kToBias, kToResidual };
   BiasActSettings settings;
   std::vector<int64_t> strides;  // of the output, by which the mask goes; of dropout only
 
   variable_list gradients(const Tensor& given, const SavedTensors<BiasActRule>& s,
                           const Needs<BiasActRule>& needs) const {
+    if (!needs[kToInput] && !needs[kToBias]) return {Tensor(), Tensor(), given};
     const bool drops = s[kSeed].defined();
     const Tensor grad = drops ? laid_out(given) : given;
     const Tensor saved = !s[kActivated].defined() ? grad
                          : drops                  ? laid_out(s[kActivated])
                                                   : s[kActivated];
     auto [grad_input, sums] = settings.backward(grad, saved, s[kBias], s[kSeed], needs[kToBias]);
-    if (!needs[kToBias]) return {std::move(grad_input)};
+    if (!needs[kToBias]) return {std::move(grad_input), Tensor(), given};
     const Tensor& bias = s[kBias];
     sums = sums.view(-1);
     if (sums.scalar_type() != bias.scalar_type()) sums = sums.to(bias.scalar_type());
-    return {std::move(grad_input), std::move(sums)};
+    return {std::move(grad_input), std::move(sums), given};
   }
 
   variable_list by_formula(const Tensor& grad, const SavedTensors<BiasActRule>& s,
@@ -83,8 +87,13 @@ struct BiasActRule {
 };
 
 // Whether the op takes the call as it is.
-inline bool fits(const Tensor& input, const Tensor& bias, BiasActSettings& s) {
-  if (!are_usual(input, {&bias}) || !(s.p >= 0 && s.p < 1)) return false;
+inline bool fits(const Tensor& input, const Tensor& bias, const Tensor& residual,
+                 BiasActSettings& s) {
+  if (!are_usual(input, {&bias, &residual}) || !(s.p >= 0 && s.p < 1)) return false;
+  // The output has the residual's layout in torch, and here the input's.
+  if (residual.defined() &&
+      (residual.sizes() != input.sizes() || residual.strides() != input.strides()))
+    return false;
   if (!bias.defined()) {
     s.dim = -1;
   } else {
@@ -96,19 +105,20 @@ inline bool fits(const Tensor& input, const Tensor& bias, BiasActSettings& s) {
   return !bounded || (s.gain == 1 && s.p == 0 && s.clamp < 0);
 }
 
-// bias_act(input, bias, dim, activation, gain, clamp, p) -> output, or NotImplemented for an
-// unusual call. `clamp` is a number of the dtype. Saves the output where the derivative is a
-// function of it, else the input.
+// bias_act(input, bias, residual, dim, activation, gain, clamp, p) -> output, or NotImplemented for
+// an unusual call. `clamp` is a number of the dtype. Saves the output where the derivative is a
+// function of it (then there is no residual), else the input.
 inline PyObject* bias_act(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  Tensor input, bias, seed;
+  Tensor input, bias, residual, seed;
   BiasActSettings s;
-  if (!read_call("bias_act", args, count, input, bias, s.dim, s.f, s.gain, s.clamp, s.p) ||
-      !fits(input, bias, s))
+  if (!read_call("bias_act", args, count, input, bias, residual, s.dim, s.f, s.gain, s.clamp,
+                 s.p) ||
+      !fits(input, bias, residual, s))
     Py_RETURN_NOTIMPLEMENTED;
   const auto forward = [&] {
     if (s.p > 0) seed = new_seed(input);
-    return s.output(input, bias, seed);
+    return s.output(input, bias, seed, residual);
   };
   const auto save = [&](auto& node, const Tensor& output) {
     using Rule = BiasActRule;
@@ -120,7 +130,7 @@ inline PyObject* bias_act(PyObject*, PyObject* const* args, Py_ssize_t count) {
     node.save(Rule::kBias, bias);
     node.save(Rule::kSeed, seed);
   };
-  return wrapped(run(BiasActRule{s, {}}, forward, save, input, bias));
+  return wrapped(run(BiasActRule{s, {}}, forward, save, input, bias, residual));
   END_HANDLE_TH_ERRORS
 }
 

@@ -51,15 +51,22 @@ struct BiasActivation {
     }
   };
 
-  static Tensor bias_act(Tensor input, MaybeTensor bias, MaybeTensor seed, int64_t dim,
-                         int64_t activation, double a, double b, double gain, double clamp,
-                         double p) {
+  static Tensor bias_act(Tensor input, MaybeTensor bias, MaybeTensor seed, MaybeTensor residual,
+                         int64_t dim, int64_t activation, double a, double b, double gain,
+                         double clamp, double p) {
     const char* op = "bias_act";
     check_device<Backend>(op, "input", input, input);
     const Backend backend(input);
     BiasActForward call = {};
     const BiasArguments kept(op, call, input, bias, seed, dim, activation, a, b, gain, clamp, p);
     const Tensor x = with_channels(op, input, bias.has_value() ? dim : -1, 1, call.shape);
+    Tensor r;
+    if (residual.has_value()) {
+      check_device<Backend>(op, "residual", *residual, input);
+      check_same(*residual, input, op, "residual", "input");
+      r = dense_like(*residual, x);
+      call.residual = read_data(r);
+    }
     Tensor y = new_output<Backend>(x);
     if (x.numel() > 0) {
       call.x = read_data(x);

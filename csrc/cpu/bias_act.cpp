@@ -12,13 +12,15 @@ namespace {
 // So many rows, and their sums in float are added to those in double.
 constexpr int64_t kRowsOfSums = 64;
 
-// The words for elements [i, i + n); null where nothing is dropped.
-const uint32_t* words_for(const BiasAct& call, int64_t i, int64_t n, uint32_t* buffer) {
+// The numbers that elements [i, i + n) are dropped by; null where nothing is dropped.
+const uint32_t* numbers_for(const BiasAct& call, int64_t i, int64_t n, uint32_t* buffer) {
   if (call.seed == nullptr) return nullptr;
-  const int64_t block = i / 4;
-  kernels().philox_words(call.seed, block, (i + n + 3) / 4 - block, buffer);
-  return buffer + (i - 4 * block);
+  const int64_t step = i / kPhiloxStep, end = (i + n + kPhiloxStep - 1) / kPhiloxStep;
+  kernels().philox_numbers(call.seed, step, end - step, buffer);
+  return buffer + (i - step * kPhiloxStep);
 }
+// A run may begin and end within a step.
+constexpr int64_t kRoom = kTile + kPhiloxStep;
 
 template <class T>
 ChainFinish<T> finish_of(const BiasAct& call) {
@@ -79,10 +81,10 @@ void run(const BiasActForward& call, int64_t first, int64_t last, const Data& da
   double parameters[kMaxParameters];
   if (call.op >= 0) round_parameters(call.op, call.dtype, call.parameters, parameters);
   const ChainFinish<T> finish = finish_of<T>(call);
-  // The formula is the last step.
+  // The formula is the last step, but for the residual.
   const bool plain = call.op >= 0 && call.gain == 1 && call.clamp < 0 && call.seed == nullptr;
-  alignas(64) T xs[kTile], zs[kTile], ys[kTile];
-  alignas(64) uint32_t words[kTile + 8];
+  alignas(64) T xs[kTile], zs[kTile], ys[kTile], residuals[kTile];
+  alignas(64) uint32_t numbers[kRoom];
   Bias<Data> bias(call, data);
   const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step) {
     const T* z = data.read(call.x, i, n, xs);
@@ -96,7 +98,11 @@ void run(const BiasActForward& call, int64_t first, int64_t last, const Data& da
       z = zs;
     }
     if (!plain)
-      table_of(kernels().chain, T()).finish(z, y, n, finish, words_for(call, i, n, words));
+      table_of(kernels().chain, T()).finish(z, y, n, finish, numbers_for(call, i, n, numbers));
+    if (call.residual != nullptr) {
+      const T* residual = data.read(call.residual, i, n, residuals);
+      table_of(kernels().chain, T()).bias_add(y, residual, 1, y, n);
+    }
     data.write(y, call.y, i, n);
   };
   each_column(call.shape, first, last, visit, [](int64_t, int64_t) {});
@@ -115,19 +121,21 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
                                  : T(call.clamp / (call.gain < 0 ? -call.gain : call.gain));
   const ChainFinish<T> undo = {T(1) / (finish.gain * finish.keep), T(-1), T(1), 0};
   const bool plain = call.op >= 0 && call.gain == 1 && call.clamp < 0 && call.seed == nullptr;
+  const bool constant = call.op < 0 && call.clamp < 0;  // the derivative, but for the mask
   alignas(64) T grads[kTile], saveds[kTile], zs[kTile], edges[kTile], outs[kTile];
   alignas(64) T sums[kTile] = {};
-  alignas(64) uint32_t words[kTile + 8];
+  alignas(64) uint32_t numbers[kRoom];
   Bias<Data> bias(call, data);
   const auto visit = [&](int64_t i, int64_t n, int64_t c, int64_t step) {
-    const T* saved = data.read(call.saved, i, n, saveds);
-    const T *z = saved, *edge = saved, *g = data.read(call.grad, i, n, grads);
+    const T* g = data.read(call.grad, i, n, grads);
+    const T* saved = constant ? g : data.read(call.saved, i, n, saveds);
+    const T *z = saved, *edge = saved;
     if (by_output) {
       if (undo.gain != T(1)) {  // f(z), where y is not 0 for having been dropped
         table_of(kernels().chain, T()).finish(saved, zs, n, undo, nullptr);
         z = zs;
       }
-    } else {
+    } else if (!constant) {
       if (call.bias != nullptr) {
         table_of(kernels().chain, T()).bias_add(saved, bias.read(c, step ? n : 1), step, zs, n);
         z = edge = zs;
@@ -140,7 +148,7 @@ void run(const BiasActBackward& call, int64_t first, int64_t last, const Data& d
     T* gx = data.room(call.grad_input, i, outs);
     if (!plain) {
       table_of(kernels().chain, T())
-          .finish_backward(g, edge, limit, gx, n, finish, words_for(call, i, n, words));
+          .finish_backward(g, edge, limit, gx, n, finish, numbers_for(call, i, n, numbers));
       g = gx;
     }
     if (call.op >= 0) table_of(kernels().pointwise, T()).backward[call.op](g, z, gx, n, parameters);

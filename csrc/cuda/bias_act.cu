@@ -14,21 +14,22 @@ using formulas::Philox;
 template <int kLanes>
 __device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kept)[kLanes]) {
   const uint64_t key = uint64_t(call.seed[0]), high = uint64_t(call.seed[1]);
-  // Vectors of 4 or 8 begin where a block does.
+  // Vectors of 8 are a block, those of 4 a half of one: its words, or these with exchanged halves.
+  // Two such vectors draw the block twice. Arithmetic of a float vector hides behind its 32 bytes.
+  const Philox random(key, uint64_t(at) / 8, high);
+  const uint32_t turn = at & 4 ? 16 : 0;
+  if constexpr (kLanes == 1) {
+    const int which = int(at % 4);
+    const uint32_t word = which == 0   ? random.word[0]
+                          : which == 1 ? random.word[1]
+                          : which == 2 ? random.word[2]
+                                       : random.word[3];
+    kept[0] = Philox::rotated(word, turn) >= call.threshold;
+  } else {
 #pragma unroll
-  for (int l = 0; l < kLanes; l += 4) {
-    const Philox random(key, uint64_t(at + l) / 4, high);
-    if constexpr (kLanes == 1) {
-      const int which = int(at % 4);
-      const uint32_t word = which == 0   ? random.word[0]
-                            : which == 1 ? random.word[1]
-                            : which == 2 ? random.word[2]
-                                         : random.word[3];
-      kept[0] = word >= call.threshold;
-    } else {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) kept[l + w] = random.word[w] >= call.threshold;
-    }
+    for (int l = 0; l < kLanes; ++l)
+      kept[l] =
+          Philox::rotated(random.word[l % 4], kLanes == 4 ? turn : l / 4 * 16) >= call.threshold;
   }
 }
 
@@ -62,14 +63,12 @@ struct BiasActForwardJob : BiasActJob<BiasActForward, F, S, kDrops> {
     in[0].load(static_cast<const S*>(call.x) + at);
   }
   template <class V>
-  __device__ __forceinline__ void run(int64_t at, const Packed<S, V::kIsWide> (&in)[kInputs],
-                                      const T (&bias)[V::kLanes], T (&)[V::kLanes]) const {
+  __device__ __forceinline__ V finished(int64_t at, V v, const T (&bias)[V::kLanes]) const {
     const F formula(chosen);
     const T gain = T(call.gain), bound = T(call.clamp);
     const bool drops = Base::drops();
     bool kept[V::kLanes] = {};
     if (drops) keep<V::kLanes>(call, at, kept);
-    V v = in[0].get();
 #pragma unroll
     for (int l = 0; l < V::kLanes; ++l) v.lane[l] = formula.forward(v.lane[l] + bias[l]) * gain;
     // A loop of its own, which calls without a clamp pass over: 4 instructions an element.
@@ -82,6 +81,43 @@ struct BiasActForwardJob : BiasActJob<BiasActForward, F, S, kDrops> {
 #pragma unroll
       for (int l = 0; l < V::kLanes; ++l) v.lane[l] = kept[l] ? v.lane[l] * T(call.keep) : T(0);
     }
+    return v;
+  }
+  template <class V>
+  __device__ __forceinline__ void run(int64_t at, const Packed<S, V::kIsWide> (&in)[kInputs],
+                                      const T (&bias)[V::kLanes], T (&)[V::kLanes]) const {
+    V v = finished(at, V(in[0].get()), bias);
+    if (kIsAny<F> && call.residual != nullptr) {
+      V residual;
+      residual.load(static_cast<const S*>(call.residual) + at);
+#pragma unroll
+      for (int l = 0; l < V::kLanes; ++l) v.lane[l] += residual.lane[l];
+    }
+    v.store(static_cast<S*>(call.y) + at);
+  }
+};
+
+// Dropout + residual, whose vectors are fetched together; after other formulas kernels of any
+// formula add the residual.
+template <class S>
+struct DropoutAddForwardJob
+    : BiasActForwardJob<OneFormula<Identity, kInput, typename Compute<S>::T>, S, true> {
+  using Base = BiasActForwardJob<OneFormula<Identity, kInput, typename Compute<S>::T>, S, true>;
+  using Base::call;
+  using typename Base::T;
+  static constexpr int kInputs = 2;
+  template <class V>
+  __device__ __forceinline__ void fetch(int64_t at, Packed<S, V::kIsWide> (&in)[kInputs]) const {
+    in[0].load(static_cast<const S*>(call.x) + at);
+    in[1].load(static_cast<const S*>(call.residual) + at);
+  }
+  template <class V>
+  __device__ __forceinline__ void run(int64_t at, const Packed<S, V::kIsWide> (&in)[kInputs],
+                                      const T (&bias)[V::kLanes], T (&)[V::kLanes]) const {
+    V v = this->finished(at, V(in[0].get()), bias);
+    const V residual = in[1].get();
+#pragma unroll
+    for (int l = 0; l < V::kLanes; ++l) v.lane[l] += residual.lane[l];
     v.store(static_cast<S*>(call.y) + at);
   }
 };
@@ -151,14 +187,17 @@ void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
   using Any = Job<AnyFormula<T>, S, true>;
   const Chosen<T> formula = chosen<S>(call.op, call.parameters);
   const void *a, *b, *c = nullptr;
+  bool adds = false, drops_and_adds = false;
   if constexpr (std::is_same_v<Call, BiasActForward>) {
-    a = call.x, b = call.y;
+    a = call.x, b = call.y, c = call.residual;
+    adds = c != nullptr;
+    drops_and_adds = adds && call.op == op_identity && call.seed != nullptr;
   } else {
     a = call.grad, b = call.saved, c = call.grad_input;
   }
   // Any formula in vectors of eight would spill two registers.
   // equal (one more): the speed alone changes
-  const bool may_be_wide = (sizeof(S) == 4 || is_common(call.op)) &&
+  const bool may_be_wide = (sizeof(S) == 4 || drops_and_adds || (is_common(call.op) && !adds)) &&
                            aligned(static_cast<const char*>(a), static_cast<const char*>(b),
                                    static_cast<const char*>(c));
   const Plan plan = plan_for<S>(call.shape, may_be_wide, kTogether<Any>);
@@ -167,8 +206,11 @@ void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
   };
   if constexpr (sizeof(S) < 8) {
     if (plan.wide) {
+      if constexpr (std::is_same_v<Call, BiasActForward>) {
+        if (drops_and_adds) return go(DropoutAddForwardJob<S>{call, formula}, std::true_type());
+      }
 #define FT_WITH(number, Formula, saved)                                                  \
-  if (call.op == number) {                                                               \
+  if (call.op == number && !adds) {                                                      \
     using F = OneFormula<Formula, saved, T>;                                             \
     return call.seed != nullptr ? go(Job<F, S, true>{call, formula}, std::true_type())   \
                                 : go(Job<F, S, false>{call, formula}, std::true_type()); \

@@ -6,8 +6,8 @@
 namespace fusedtrain {
 
 // z = x + bias, y = drop(clamp(gain f(z))). Samples are 1; the bias is one value of the tensor's
-// dtype a channel, or null. Element i in memory is dropped where word i of the Philox stream of
-// `seed` (philox.h) is below `threshold`, and else multiplied by `keep`.
+// dtype a channel, or null. Element i in memory is dropped where its number in the Philox stream of
+// `seed` (philox.h) is below `threshold`, and else multiplied by `keep`. A residual is added last.
 struct BiasAct {
   int op;
   Dtype dtype;
@@ -21,6 +21,7 @@ struct BiasAct {
 };
 struct BiasActForward : BiasAct {
   const void* x;
+  const void* residual;  // like x, or null
   void* y;
 };
 struct BiasActBackward : BiasAct {

@@ -24,7 +24,7 @@ COMMAND = "python -m fusedtrain build-autograd"
 _RECORD = "_build_info.json"
 # Version of the calls from the package into the file: to be raised with each change, so that a
 # checkout does not load the file of an older state.
-_INTERFACE = 4
+_INTERFACE = 5
 # Without optimisation a call costs more than in Python.
 _FLAGS = "-O2 -std=c++20 -fPIC -fvisibility=hidden -Wall"
 

@@ -29,7 +29,7 @@ from ..reference.pointwise import INDEX, POINTWISE, Pointwise
 from ._library import define, op
 from .activations import chosen
 
-__all__ = ["bias_act", "bias_act_dropout", "dropout"]
+__all__ = ["bias_act", "bias_act_dropout", "dropout", "dropout_add"]
 
 _IDENTITY = Pointwise()
 
@@ -64,10 +64,10 @@ class BiasAct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, bias: Tensor | None, seed: Tensor | None, rest: tuple[Any, ...],
-        by_output: bool,
+        ctx: Any, input: Tensor, bias: Tensor | None, seed: Tensor | None,
+        residual: Tensor | None, rest: tuple[Any, ...], by_output: bool,
     ) -> Tensor:  # fmt: skip
-        output: Tensor = _bias_act(input, bias, seed, *rest)
+        output: Tensor = _bias_act(input, bias, seed, residual, *rest)
         activation, clamp = rest[1], rest[5]
         # Without an activation the derivative is that of a clamp, or constant.
         needs = by_output or activation >= 0 or clamp >= 0
@@ -75,16 +75,18 @@ class BiasAct(torch.autograd.Function):
         ctx.rest, ctx.strides = rest, output.stride()
         scope = _recompute.scope()
         if scope is not None:
-            dropped = () if needs and not by_output else (input,)
-            scope.tag(output, _bias_act, (input, bias, seed), rest, dropped)
+            dropped = (residual, None if needs and not by_output else input)
+            scope.tag(output, _bias_act, (input, bias, seed, residual), rest, dropped)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         op = _differentiable_bias_act if plain_backward(grad) else _bias_act_backward
         needs_bias = ctx.needs_input_grad[1]
-        gradients = _gradients(op, grad, *ctx.saved_tensors, *ctx.rest, needs_bias, ctx.strides)
-        return *gradients, None, None, None
+        input, sums, residual = _gradients(
+            op, grad, *ctx.saved_tensors, *ctx.rest, needs_bias, ctx.strides
+        )
+        return input, sums, None, residual if ctx.needs_input_grad[3] else None, None, None
 
 
 _apply_bias_act = apply_of(BiasAct)
@@ -93,15 +95,17 @@ _apply_bias_act = apply_of(BiasAct)
 def _gradients(
     op: Callable[..., tuple[Tensor, Tensor]], grad: Tensor, saved: Tensor | None,
     bias: Tensor | None, seed: Tensor | None, *others: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Gradients of input and bias."""
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """Gradients of input, bias and residual."""
     *rest, needs_bias, strides = others
+    of_residual = grad
     if seed is not None:  # the mask goes by the order of the output's memory
         grad = laid_out(grad, strides)
         saved = None if saved is None else laid_out(saved, strides)
     needs_bias = bias is not None and needs_bias
     gradient, sums = op(grad, grad if saved is None else saved, bias, seed, *rest, needs_bias)
-    return gradient, sums.view(-1).to(bias.dtype) if bias is not None and needs_bias else None
+    of_bias = sums.view(-1).to(bias.dtype) if bias is not None and needs_bias else None
+    return gradient, of_bias, of_residual
 
 
 _cpp = _backends.autograd()
@@ -133,14 +137,14 @@ def run_bias_act(
     if clamp >= 0:
         clamp = _rounded(clamp, input.dtype)
     if _cpp is not None and not _is_dynamo_compiling():
-        result: Any = _cpp.bias_act(input, bias, dim, activation, float(gain), clamp, p)
+        result: Any = _cpp.bias_act(input, bias, None, dim, activation, float(gain), clamp, p)
         if result is not NotImplemented:
             return result
     seed = new_seed(input) if p > 0 else None
     rest = (dim, *activation, gain, clamp, p)
     if needs_grad(input, bias):
-        return _apply_bias_act(input, bias, seed, rest, activation.saves_output)
-    return _bias_act(input, bias, seed, *rest)
+        return _apply_bias_act(input, bias, seed, None, rest, activation.saves_output)
+    return _bias_act(input, bias, seed, None, *rest)
 
 
 def biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:
@@ -199,12 +203,61 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     if isinstance(input, Tensor) and (not training or p == 0.0):
         return input
     if _cpp is not None and not inplace and not _is_dynamo_compiling():
-        result: Any = _cpp.bias_act(input, None, -1, _IDENTITY, 1.0, -1.0, p)
+        result: Any = _cpp.bias_act(input, None, None, -1, _IDENTITY, 1.0, -1.0, p)
         if result is not NotImplemented:
             return result
     if not isinstance(input, Tensor) or inplace or p == 1.0 or not fits(input):
         return torch_functional.dropout(input, p, training, inplace)
     return run_bias_act(input, None, -1, _IDENTITY, p=p)
+
+
+def dropout_add(input: Tensor, residual: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """``residual + dropout(input, p, training)`` in one pass: the end of a transformer's branch.
+
+    Saves 16 bytes, and draws the mask that :func:`dropout` draws. In 16 bits the sum is rounded
+    once. One pass takes tensors of one shape, dtype and layout; others are added by torch, with its
+    broadcasting and promotion.
+
+    Args:
+        input: any shape.
+        residual: of the input's shape, or one that can be added to it.
+        p: probability of an element of the input to become 0, in training.
+        training: False for ``residual + input``.
+
+    Raises:
+        ValueError: `p` is not from 0 to 1.
+        RuntimeError: shapes that cannot be added.
+
+    Example:
+        >>> dropout_add(torch.ones(1000), torch.ones(1000), 0.25).unique()
+        tensor([1.0000, 2.3333])
+    """
+    if _scripting():
+        return residual + torch_functional.dropout(input, p, training)
+    if _has_any((input, residual)):
+        return _handle(
+            dropout_add, (input, residual), input, residual, p=p, training=training
+        )  # fmt: skip
+    _check_probability(p)
+    if not (
+        training
+        and 0.0 < p < 1.0
+        and isinstance(input, Tensor)
+        and isinstance(residual, Tensor)
+        and input.shape == residual.shape
+    ):
+        return residual + dropout(input, p, training)
+    if _cpp is not None and not _is_dynamo_compiling():
+        result: Any = _cpp.bias_act(input, None, residual, -1, _IDENTITY, 1.0, -1.0, p)
+        if result is not NotImplemented:
+            return result
+    # The sum has the residual's layout in torch.
+    if not fits(input, residual) or input.stride() != residual.stride():
+        return residual + dropout(input, p, training)
+    seed, rest = new_seed(input), (-1, *_IDENTITY, 1.0, -1.0, p)
+    if needs_grad(input, residual):
+        return _apply_bias_act(input, None, seed, residual, rest, False)
+    return _bias_act(input, None, seed, residual, *rest)
 
 
 def bias_act_dropout(
@@ -245,7 +298,8 @@ def bias_act_dropout(
     fused, function = chosen(activation, parameters)
     _check_probability(p)
     if _cpp is not None and fused is not None and not _is_dynamo_compiling():
-        result: Any = _cpp.bias_act(input, bias, dim, fused, 1.0, -1.0, p if training else 0.0)
+        drop = p if training else 0.0
+        result: Any = _cpp.bias_act(input, bias, None, dim, fused, 1.0, -1.0, drop)
         if result is not NotImplemented:
             return result
     if bias is not None:

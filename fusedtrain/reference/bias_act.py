@@ -1,5 +1,5 @@
-"""``y = drop(clamp(gain f(x + bias)))`` in plain torch: StyleGAN's op (arXiv:2106.12423), dropout.
-16-bit math is in float32, rounded once."""
+"""``y = drop(clamp(gain f(x + bias))) + residual`` in plain torch: StyleGAN's op
+(arXiv:2106.12423), dropout. 16-bit math is in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _biased(input: Tensor, bias: Tensor | None, dim: int) -> Tensor:
 
 
 def bias_act(
-    input: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
+    input: Tensor, bias: Tensor | None, seed: Tensor | None, residual: Tensor | None, dim: int,
     activation: int, a: float, b: float, gain: float, clamp: float, p: float,
 ) -> Tensor:  # fmt: skip
     y = Pointwise(activation, a, b).forward(_biased(input, bias, dim)) * gain
@@ -26,6 +26,8 @@ def bias_act(
         y = y.clamp(-clamp, clamp)
     if seed is not None and p > 0:
         y = torch.where(keep_mask(seed, p, input), y * (1 / (1 - p)), 0.0)
+    if residual is not None:
+        y = y + widened(residual)
     return in_strides_of(y, input)
 
 

@@ -1,5 +1,6 @@
-"""Random numbers of dropout: Philox 4x32-10 (Salmon et al., SC 2011). Word i of the stream of two
-64-bit numbers decides element i in memory."""
+"""Random numbers of dropout: Philox 4x32-10 (Salmon et al., SC 2011). A word of the stream of two
+64-bit numbers decides two elements in memory: csrc/philox.h says how, and how independent they
+are."""
 
 from __future__ import annotations
 
@@ -26,10 +27,17 @@ def philox(seed: Tensor, count: int) -> Tensor:
     return torch.stack((c0, c1, c2, c3), 1).flatten()[:count]
 
 
+def numbers_of(seed: Tensor, count: int) -> Tensor:
+    """The numbers of the first elements: four words of a block, then these with their halves
+    exchanged."""
+    words = philox(seed, (count + 7) // 8 * 4).view(-1, 4)
+    return torch.cat((words, (words << 16 | words >> 16) & _MASK), 1).flatten()[:count]
+
+
 def keep_mask(seed: Tensor, p: float, model: Tensor) -> Tensor:
     """Mask of the elements of a tensor like the model (in its strides) that are not dropped."""
-    words = philox(seed, model.numel())
+    numbers = numbers_of(seed, model.numel())
     mask = torch.empty_like(model, dtype=torch.bool)
     flat = mask.as_strided((mask.numel(),), (1,))
-    flat.copy_(words >= int(p * 4294967296.0))
+    flat.copy_(numbers >= int(p * 4294967296.0))
     return mask

@@ -26,15 +26,21 @@ def number(p, x):
 
 
 @triton.jit
-def keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED: tl.constexpr,
+def exchanged(word):
+    """The word with its halves exchanged: its second number (csrc/philox.h)."""
+    return (word << 16) | (word >> 16)
+
+
+@triton.jit
+def keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER: tl.constexpr,
           HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Mask of the elements of a tile that are not dropped. ALIGNED: rows begin where blocks of the
-    stream do, so that every word of a block serves."""
-    if ALIGNED:
-        block = (row * columns + first) // 4 + tl.arange(0, WIDTH // 4)[None, :]
-    else:
+    """Mask of the elements of a tile that are not dropped. So many are drawn TOGETHER, those of a
+    vector of 16 bytes: a block of the stream, half a block, or one number."""
+    if TOGETHER == 1:
         at = row * columns + column
-        block = at // 4
+    else:
+        at = row * columns + first + TOGETHER * tl.arange(0, WIDTH // TOGETHER)[None, :]
+    block, second = at // 8, at % 8 >= 4
     high = tl.load(seed_ptr + 1)
     low = (block & 0xFFFFFFFF).to(tl.uint32)
     zero = low ^ low
@@ -42,23 +48,30 @@ def keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED: tl.constexp
     c3 = zero + ((high >> 32) & 0xFFFFFFFF).to(tl.uint32)
     c1 = ((block >> 32) & 0xFFFFFFFF).to(tl.uint32)
     w0, w1, w2, w3 = tl.philox(tl.load(seed_ptr), low, c1, c2, c3)
-    if ALIGNED:
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (HEIGHT, WIDTH))
+    if TOGETHER == 8:
+        even = tl.join(tl.join(w0, exchanged(w0)), tl.join(w2, exchanged(w2)))
+        odd = tl.join(tl.join(w1, exchanged(w1)), tl.join(w3, exchanged(w3)))
+        numbers = tl.reshape(tl.join(even, odd), (HEIGHT, WIDTH))
+    elif TOGETHER == 4:
+        n0, n1 = tl.where(second, exchanged(w0), w0), tl.where(second, exchanged(w1), w1)
+        n2, n3 = tl.where(second, exchanged(w2), w2), tl.where(second, exchanged(w3), w3)
+        numbers = tl.reshape(tl.join(tl.join(n0, n2), tl.join(n1, n3)), (HEIGHT, WIDTH))
     else:
         which = at % 4
-        words = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
-    return words >= tl.full((), threshold, tl.int64).to(tl.uint32)
+        word = tl.where(which == 0, w0, tl.where(which == 1, w1, tl.where(which == 2, w2, w3)))
+        numbers = tl.where(second, exchanged(word), word)
+    return numbers >= tl.full((), threshold, tl.int64).to(tl.uint32)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "threshold"])
 def bias_act_kernel(  # equal (other=): elements beyond the data are not stored
-    x_ptr, bias_ptr, seed_ptr, y_ptr,
+    x_ptr, bias_ptr, seed_ptr, residual_ptr, y_ptr,
     rows: tl.int64, units: tl.int64, channels: tl.int64, inner: tl.int64, per_sample: tl.int64,
     threshold: tl.int64, a: tl.float64, b: tl.float64, gain: tl.float64, bound: tl.float64,
     keep: tl.float64,
     FORWARD: tl.constexpr, STORED: tl.constexpr, BIAS: tl.constexpr, CLAMPS: tl.constexpr,
-    DROPS: tl.constexpr, ALIGNED: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr,
-    LAST: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    DROPS: tl.constexpr, ADDS: tl.constexpr, TOGETHER: tl.constexpr, UNIT: tl.constexpr,
+    PLANES: tl.constexpr, LAST: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     columns = units * UNIT
     row, first, column, inside, coefficient = tile(
@@ -74,8 +87,10 @@ def bias_act_kernel(  # equal (other=): elements beyond the data are not stored
     if CLAMPS:
         y = clamp(y, -number(bound, z), number(bound, z))
     if DROPS:
-        kept = keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED, HEIGHT, WIDTH)
+        kept = keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER, HEIGHT, WIDTH)
         y = tl.where(kept, y * number(keep, z), 0.0)
+    if ADDS:
+        y += widen(tl.load(residual_ptr + at, mask=inside, other=0.0))
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -87,7 +102,7 @@ def bias_act_backward_kernel(  # equal (other=): sums take a zero where there is
     keep: tl.float64,
     FORWARD: tl.constexpr, BACKWARD: tl.constexpr, BY_OUTPUT: tl.constexpr, STORED: tl.constexpr,
     BIAS: tl.constexpr, CLAMPS: tl.constexpr, DROPS: tl.constexpr, SUMS: tl.constexpr,
-    ALIGNED: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
+    TOGETHER: tl.constexpr, UNIT: tl.constexpr, PLANES: tl.constexpr, LAST: tl.constexpr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     columns = units * UNIT
@@ -99,7 +114,7 @@ def bias_act_backward_kernel(  # equal (other=): sums take a zero where there is
     factor = number(gain, z) * number(keep, z)  # keep is 1 where nothing is dropped
     g = widen(tl.load(grad_ptr + at, mask=inside, other=0.0)) * factor
     if DROPS:
-        kept = keeps(seed_ptr, row, first, column, columns, threshold, ALIGNED, HEIGHT, WIDTH)
+        kept = keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER, HEIGHT, WIDTH)
         g = tl.where(kept, g, 0.0)
     if BY_OUTPUT:
         if CLAMPS:
@@ -121,6 +136,11 @@ def bias_act_backward_kernel(  # equal (other=): sums take a zero where there is
 
 _launch = Launcher(bias_act_kernel)
 _launch_backward = Launcher(bias_act_backward_kernel)
+
+
+def drawn_together(unit: int, itemsize: int) -> int:
+    """Elements of a row whose numbers are drawn together."""
+    return 8 if unit == 8 and itemsize == 2 else 4 if unit >= 4 else 1
 
 
 class _Call:
@@ -155,24 +175,27 @@ class _Call:
         self.seed = self.x if seed is None else seed.contiguous()
         keep = 1 / (1 - p) if self.drops else 1.0
         self.numbers = (*self.shape.numbers, int(p * 2**32), a, b, gain, clamp, keep)
-        aligned = self.shape.matrix[1] % 4 == 0
+        together = drawn_together(self.shape.unit, input.element_size())
         self.flags = (bias is not None, clamp >= 0, self.drops)
-        self.tail = (aligned, *self.shape.constants)
+        self.tail = (together, *self.shape.constants)
         self.variant = (activation, *self.flags, sums, *self.tail)
 
 
 def bias_act(
-    input: Tensor, bias: Tensor | None, seed: Tensor | None, dim: int,
+    input: Tensor, bias: Tensor | None, seed: Tensor | None, residual: Tensor | None, dim: int,
     activation: int, a: float, b: float, gain: float, clamp: float, p: float,
 ) -> Tensor:  # fmt: skip
     call = _Call(
         "bias_act", input, bias, seed, dim, False, activation, a, b, gain, clamp, p
     )  # fmt: skip
-    y = torch.empty_like(call.x)
+    if residual is not None:
+        check_same("bias_act", residual, input, "residual", "input")
+    y, adds = torch.empty_like(call.x), residual is not None
     if y.numel():
-        constants = (call.forward, call.stored, *call.flags, *call.tail)
-        tensors = (call.x, call.bias, call.seed, y)
-        _launch(call.variant, call.shape.programs, tensors, call.numbers, constants)
+        constants = (call.forward, call.stored, *call.flags, adds, *call.tail)
+        added = call.x if residual is None else dense_like(residual, call.x)
+        tensors = (call.x, call.bias, call.seed, added, y)
+        _launch((adds, call.variant), call.shape.programs, tensors, call.numbers, constants)
     return y
 
 

@@ -111,7 +111,7 @@ SAID = {
     "nan": "wrong (output|forward)|drops 0.000",
     "dtype": "returned torch.float",
     "no graph": "does not require a gradient",
-    "no gradient": "wrong gradient",
+    "no gradient": "wrong gradient|drops 1.000",  # that of dropout_add tells what was dropped
 }
 
 

@@ -155,6 +155,7 @@ def dropout(draw: Callable[..., Any], module: bool = False) -> str:
     x = in_memory(pick, shape(pick), VALUES["normal"], dtype)
     call = pick(
         f"F.dropout(x, {p}, training)",
+        f"F.dropout_add(x, torch.zeros_like(x), {p}, training)",
         f"F.bias_act_dropout(x, None, 'identity', {p}, training)",
         f"F.dropout(x * 1, {p}, training, inplace=True)",
     )

@@ -156,6 +156,7 @@ for _name, _row in ACTIVATIONS.items():
 PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     **{name: generator.programs for name, generator in _MAKERS.items()},
     "dropout": chains.dropout,
+    "dropout_add": chains.dropout,
     "normalize_images": norms.normalize_images,
 }
 _PUBLIC = {name for name, f in vars(functional).items() if inspect.isfunction(f) and name[0] != "_"}

@@ -90,6 +90,7 @@ def _biased() -> dict[str, Case]:
             Seeded(lambda x: F.bias_act_dropout(x, None, "silu", 0.3)), (IMAGE,),
         ),
         "dropout": (Seeded(partial(F.dropout, p=0.25)), (IMAGE,)),
+        "dropout_add": (Seeded(partial(F.dropout_add, p=0.25)), (IMAGE, IMAGE)),
     }  # fmt: skip
 
 

@@ -309,10 +309,16 @@ def check_bias(
     zeros = torch.zeros(x.shape[dim])
     want, want_x, want_bias = autograd(function, x, zeros if bias is None else bias, grad=grad)
     seed = SEED.to(ops.device)
-    output = ops("bias_act", x, bias, seed, *rest)
+    output = ops("bias_act", x, bias, seed, None, *rest)
     close(output, want, dtype, 2)
-    if p:
-        assert torch.equal(output.cpu() == 0, (want == 0)) or name == "relu"
+    residual = torch.randn(x.shape).to(ops.device, dtype)
+    added = ops("bias_act", x, bias, seed, residual, *rest)
+    close(added, want + residual.cpu().double(), dtype, 2)
+    if ops.kernel:
+        assert added.stride() == output.stride()
+    dropped = mask == 0
+    assert (output.cpu()[dropped] == 0).all()
+    assert torch.equal(added.cpu()[dropped], residual.cpu()[dropped])
     saved = output if activation.saves_output else x
     if (clamp >= 0 and dtype in (F16, BF16)) or not smooth(name):
         return  # a rounded number may be on the other side of the bound
@@ -358,20 +364,41 @@ def test_gradients_of_clamped_outputs(ops: Kernels, name: str, p: float) -> None
 
 
 def test_masks_are_those_of_the_stream(ops: Kernels) -> None:
-    """The same for every backend and dtype; a word for each element, in the order of memory."""
-    words = philox(SEED, 5003)
-    exact, beyond = (int(words[7] + i) / 2**32 for i in (0, 1))  # that word is kept, and not
-    for dtype in DTYPES:
-        for p, count in itertools.product((0.1, 0.5, exact, beyond), (5003, 5000)):
-            # 5000 are whole vectors.
+    """The same for every backend and dtype; a number for each element, in the order of memory."""
+    words = philox(SEED, 2504).tolist()
+    numbers = torch.tensor([
+        word if k < 4 else (word << 16 | word >> 16) & 0xFFFFFFFF
+        for i in range(5003)
+        for k in (i % 8,)
+        for word in (words[i // 8 * 4 + k % 4],)
+    ])  # fmt: skip
+    # These numbers, of a word and of exchanged halves, are kept, and then not.
+    edges = [int(numbers[i] + j) / 2**32 for i in (11, 14) for j in (0, 1)]
+    for dtype in DTYPES[:: 2 if ops.slow else 1]:
+        for p, count in itertools.product((0.1, *edges)[ops.slow :], (5003, 5000, 4996)):
+            # 5000 and 4996 are whole vectors.
             x = torch.ones(count).to(ops.device, dtype)
             rest = (-1, *Pointwise(), 1.0, -1.0, p)
-            output = ops("bias_act", x, None, SEED.to(ops.device), *rest).cpu()
-            assert torch.equal(output != 0, words[:count] >= int(p * 2**32))
+            output = ops("bias_act", x, None, SEED.to(ops.device), None, *rest).cpu()
+            kept = numbers[:count] >= int(p * 2**32)
+            assert torch.equal(output != 0, kept)
+            residual = (torch.arange(count) % 7).to(ops.device, dtype)
+            added = ops("bias_act", x, None, SEED.to(ops.device), residual, *rest).cpu()
+            assert torch.equal(added != residual.cpu(), kept)
+            close(added, kept.double() / (1 - p) + residual.cpu(), dtype)
+            grads, _ = ops("bias_act_backward", x, x, None, SEED.to(ops.device), *rest, False)
+            assert torch.equal(grads.cpu() != 0, kept)
             # Elements from an odd one on: vectors of a kernel do not begin where blocks do.
             odd = torch.ones(17, 3).to(ops.device, dtype)[1:]
-            part = ops("bias_act", odd, None, SEED.to(ops.device), *rest)
-            assert torch.equal(part.cpu().flatten() != 0, words[:48] >= int(p * 2**32))
+            part = ops("bias_act", odd, None, SEED.to(ops.device), None, *rest)
+            assert torch.equal(part.cpu().flatten() != 0, kept[:48])
+            if count % 2 == 0:
+                continue
+            # Runs that begin and end within blocks, of channels that are first or last.
+            for shape, dim in (((7, 29, 21), 1), ((7, 21, 29), 2)):
+                x, bias = torch.ones(shape).to(ops.device, dtype), torch.zeros(29)
+                part = ops("bias_act", x, bias.to(x), SEED.to(ops.device), None, dim, *rest[1:])
+                assert torch.equal(part.cpu().flatten() != 0, kept[: x.numel()])
 
 
 def test_philox_has_the_published_words() -> None:

@@ -80,7 +80,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "scale_add": lambda: (X.clone(), torch.randn(3, 4), X.clone(), 1),
     "scale_add_backward": lambda: (X.clone(), X.clone(), torch.randn(3, 4), 1, True),
     "bias_act": lambda: (
-        X.clone(), PER_CHANNEL.clone(), SEED.clone(), 1, *ACT, 1.0, -1.0, 0.5,
+        X.clone(), PER_CHANNEL.clone(), SEED.clone(), X.clone(), 1, *ACT, 1.0, -1.0, 0.5,
     ),
     "bias_act_backward": lambda: (
         X.clone(), X.clone(), PER_CHANNEL.clone(), SEED.clone(), 1, *ACT, 1.0, -1.0, 0.5, True,
@@ -182,9 +182,11 @@ MISTAKES: dict[str, list[Mistake]] = {
     ],
     "bias_act": [
         ({1: torch.ones(5)}, "fusedtrain"),
-        ({9: 1.0}, "fusedtrain"),
+        ({10: 1.0}, "fusedtrain"),
         ({2: SEED.int()}, "fusedtrain"),
-        ({0: X.int(), 1: None}, "fusedtrain"),
+        ({3: X[:2]}, "fusedtrain"),
+        ({3: X.double()}, "fusedtrain"),
+        ({0: X.int(), 1: None, 3: None}, "fusedtrain"),
     ],
     "max_pool2d": [
         ({0: torch.zeros(6, 6)}, r"expected \[N, C, H, W\]"),
@@ -291,6 +293,7 @@ MORE: dict[str, list[tuple[Any, ...]]] = {
     ],
     "scale_add": [(X, torch.randn(3, 4), None, 1)],
     "scale_add_backward": [(X, None, torch.randn(3, 4), 1, True)],
+    "bias_act": [(X, None, None, None, -1, *ACT, 1.0, 2.0, 0.0)],
     "bias_act_backward": [(X, X, None, None, 1, *ACT, 1.0, 2.0, 0.0, False)],
 }  # fmt: skip
 CHAINS = tuple(n for family in ("gated", "scale_add", "bias_act") for n in FAMILIES[family])

@@ -37,6 +37,7 @@ STEPS: dict[str, Step] = {
     "swiglu": lambda m, a, b, c, r: F.swiglu(a, b),
     "packed": lambda m, a, b, c, r: F.geglu(torch.cat([a, b], 1), dim=1),
     "drop path": lambda m, a, b, c, r: F.residual_add(a, b, branch_scale=torch.ones(len(a))),
+    "dropout and sum": lambda m, a, b, c, r: F.dropout_add(a, b, 0.3),
     "product": lambda m, a, b, c, r: a * b,
     "sum": lambda m, a, b, c, r: a + b,
     "detached": lambda m, a, b, c, r: a + c.detach() * b,

@@ -13,7 +13,7 @@ static constexpr ChainKernels<T> chain_kernels() {
 }
 
 constexpr ByNumber<ChainKernels> tables::FT_ISA::chain = FT_BY_NUMBER(chain_kernels);
-constexpr PhiloxWords tables::FT_ISA::philox_words = FT_LOOPS::philox_words;
+constexpr PhiloxNumbers tables::FT_ISA::philox_numbers = FT_LOOPS::philox_numbers;
 
 }  // namespace cpu
 }  // namespace fusedtrain

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../../formulas.h"
-#include "../../philox.h"
+#include "philox.h"
 
 FT_BEGIN_NAMESPACE
 
@@ -44,58 +44,10 @@ void bias_sum(const T* gx, int64_t step, T* sums, int64_t n) {
   }
 }
 
-// Words [4 first, 4 (first + blocks)) of the stream of a seed.
-inline void philox_words(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words) {
-  const uint64_t key = uint64_t(seed[0]), high = uint64_t(seed[1]);
-  int64_t i = 0;
-#if defined(__AVX512F__)
-  // In lanes of 64 bits, whose low halves count: GCC's own vectors of 32 bits take 1.5 times as
-  // long (0.94 instead of 0.61 ns a word, Zen 4).
-  constexpr int kBlocks = 8;
-  constexpr uint64_t kLow = 0xffffffffu;
-  for (; i + kBlocks <= blocks; i += kBlocks) {
-    uint64_t w0[kBlocks], w1[kBlocks], w2[kBlocks], w3[kBlocks];
-    for (int l = 0; l < kBlocks; ++l) {
-      w0[l] = uint64_t(first + i + l);
-      w1[l] = w0[l] >> 32;
-      w2[l] = high;
-      w3[l] = high >> 32;
-    }
-    uint32_t k0 = uint32_t(key), k1 = uint32_t(key >> 32);
-#pragma GCC unroll 10
-    for (int turn = 0; turn < 10; ++turn) {
-      for (int l = 0; l < kBlocks; ++l) {
-        const uint64_t a = Philox::kFirst * (w0[l] & kLow), b = Philox::kSecond * (w2[l] & kLow);
-        w0[l] = (b >> 32) ^ w1[l] ^ k0;
-        w1[l] = b;
-        w2[l] = (a >> 32) ^ w3[l] ^ k1;
-        w3[l] = a;
-      }
-      k0 += Philox::kStep0;
-      k1 += Philox::kStep1;
-    }
-    for (int l = 0; l < kBlocks; ++l) {
-      words[4 * (i + l)] = uint32_t(w0[l]);
-      words[4 * (i + l) + 1] = uint32_t(w1[l]);
-      words[4 * (i + l) + 2] = uint32_t(w2[l]);
-      words[4 * (i + l) + 3] = uint32_t(w3[l]);
-    }
-  }
-#endif
-#pragma GCC ivdep
-  for (; i < blocks; ++i) {
-    const Philox random(key, uint64_t(first + i), high);
-    words[4 * i] = random.word[0];
-    words[4 * i + 1] = random.word[1];
-    words[4 * i + 2] = random.word[2];
-    words[4 * i + 3] = random.word[3];
-  }
-}
-
-// y = clamp(gain x), dropped where the word is below the threshold, else times keep. No words:
+// y = clamp(gain x), dropped where the number is below the threshold, else times keep. No numbers:
 // nothing is dropped. A negative clamp is none.
 template <class T, class Finish>
-void finish_forward(const T* x, T* y, int64_t n, const Finish& given, const uint32_t* words) {
+void finish_forward(const T* x, T* y, int64_t n, const Finish& given, const uint32_t* numbers) {
   const Finish f = given;  // which no store to y can change
   const T bound = f.clamp;
   if (bound >= T(0)) {
@@ -103,13 +55,13 @@ void finish_forward(const T* x, T* y, int64_t n, const Finish& given, const uint
     for (int64_t i = 0; i < n; ++i) y[i] = math::clamp(x[i] * f.gain, -bound, bound);
     x = y;
   }
-  const T factor = (bound >= T(0) ? T(1) : f.gain) * (words == nullptr ? T(1) : f.keep);
-  if (words != nullptr) {
+  const T factor = (bound >= T(0) ? T(1) : f.gain) * (numbers == nullptr ? T(1) : f.keep);
+  if (numbers != nullptr) {
     const uint32_t threshold = f.threshold;
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       const T kept = x[i] * factor;
-      y[i] = words[i] < threshold ? T(0) : kept;
+      y[i] = numbers[i] < threshold ? T(0) : kept;
     }
   } else if (factor != T(1) || x != y) {
 #pragma GCC ivdep
@@ -121,14 +73,14 @@ void finish_forward(const T* x, T* y, int64_t n, const Finish& given, const uint
 // no limit).
 template <class T, class Finish>
 void finish_backward(const T* g, const T* edge, T limit, T* out, int64_t n, const Finish& f,
-                     const uint32_t* words) {
+                     const uint32_t* numbers) {
   const T factor = f.gain * f.keep;
   const uint32_t threshold = f.threshold;
-  if (words != nullptr) {
+  if (numbers != nullptr) {
 #pragma GCC ivdep
     for (int64_t i = 0; i < n; ++i) {
       const T kept = g[i] * factor;
-      out[i] = words[i] < threshold ? T(0) : kept;
+      out[i] = numbers[i] < threshold ? T(0) : kept;
     }
   } else {
 #pragma GCC ivdep

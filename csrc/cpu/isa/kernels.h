@@ -165,9 +165,9 @@ struct ChainKernels {
   // step 0: one bias; 1: one for each element.
   void (*bias_add)(const T* x, const T* bias, int64_t step, T* z, int64_t n);
   void (*bias_sum)(const T* gx, int64_t step, T* sums, int64_t n);
-  void (*finish)(const T* x, T* y, int64_t n, const ChainFinish<T>& f, const uint32_t* words);
+  void (*finish)(const T* x, T* y, int64_t n, const ChainFinish<T>& f, const uint32_t* numbers);
   void (*finish_backward)(const T* g, const T* edge, T limit, T* out, int64_t n,
-                          const ChainFinish<T>& f, const uint32_t* words);
+                          const ChainFinish<T>& f, const uint32_t* numbers);
 };
 
 // Null where the formula and the product take turns.
@@ -251,8 +251,10 @@ struct StateCodeKernels {
 // Rounded up or down at random; `first` is the index of in[0] in its tensor.
 using RoundStochastically = void (*)(const float* in, uint16_t* out, int64_t n, int64_t first,
                                      uint32_t key);
-// Words [4 first, 4 (first + blocks)) of the stream of a seed.
-using PhiloxWords = void (*)(const int64_t* seed, int64_t first, int64_t blocks, uint32_t* words);
+// The numbers (philox.h) of elements from kPhiloxStep `first` on, so many times `steps`.
+constexpr int kPhiloxStep = 64;
+using PhiloxNumbers = void (*)(const int64_t* seed, int64_t first, int64_t steps,
+                               uint32_t* numbers);
 // n pixels of so many bytes from planes that are `stride` apart to one another, and back.
 using JoinChannels = void (*)(const uint8_t* planes, int64_t stride, int64_t channels,
                               uint8_t* pixels, int64_t n);
@@ -273,7 +275,7 @@ using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t*
   X(ByDtype<GatedKernels>, gated)                \
   X(ByDtype<ScaleKernels>, scale)                \
   X(ByNumber<ChainKernels>, chain)               \
-  X(PhiloxWords, philox_words)                   \
+  X(PhiloxNumbers, philox_numbers)               \
   X(ByDtype<MaxPoolKernels>, max_pool)           \
   X(ByDtype<DepthwiseKernels>, depthwise)        \
   X(ByDtype<ImageKernels>, image)                \

@@ -34,6 +34,7 @@ class Chain:
     constants: int = 0
     image: bool = False  # [N, C, H, W], in both layouts
     undropped: Function | None = None  # of a chain that drops elements at random
+    adds: bool = False  # and then adds its last tensor
 
     def shapes_for(self, numel: int) -> tuple[tuple[int, ...], ...]:
         """Shapes with at least one image or row."""
@@ -89,6 +90,14 @@ CHAINS = {
         lambda x: F.dropout(x, P), lambda x: T.dropout(x, P), lambda n: (_tokens(n),), (2, 2),
         undropped=torch.clone,
     ),
+    "dropout_add": Chain(
+        lambda x, r: F.dropout_add(x, r, P),
+        lambda x, r: r + T.dropout(x, P),
+        lambda n: (_tokens(n), _tokens(n)),
+        (3, 2),
+        undropped=lambda x, r: x,
+        adds=True,
+    ),
     "se_gate": Chain(
         lambda x, s: F.gated(x, s, "sigmoid"),
         lambda x, s: x * s.sigmoid(),
@@ -141,12 +150,14 @@ def _check_dropping(
     rate = 0.0
     for _ in range(calls):
         results = first_call(function, tensors, grad)
-        kept = (results[0] != 0) | (whole == 0)
+        # A sum may be the residual by rounding: there the gradient tells.
+        kept = (results[chain.adds] != 0) | (whole == 0)
         rate += (1 - float(kept.double().mean())) / calls
         mask = kept.double() / (1 - P)
 
         def masked(*arguments: Tensor, mask: Tensor = mask) -> Tensor:
-            return undropped(*arguments) * mask
+            left = undropped(*arguments) * mask
+            return left + arguments[-1] if chain.adds else left
 
         if calls > 1 or abs(rate - P) <= 0.01:
             _compare(results, first_call(masked, wide, grad.double()), grad.dtype)

@@ -95,10 +95,10 @@ def scale_add(x: Tensor, backward: bool) -> Call:
 def bias_act(x: Tensor, backward: bool) -> Call:
     silu = list(fusedtrain.reference.ACTIVATIONS).index("silu")
     x, bias = half(x), half(torch.rand(x.size(1)))
-    more = (None, 1, silu, 0.0, 0.0, 1.0, -1.0, 0.0)
+    more = (1, silu, 0.0, 0.0, 1.0, -1.0, 0.0)
     if backward:
-        return "bias_act_backward", (x, x.clone(), bias, *more, True), x.nbytes
-    return "bias_act", (x, bias, *more), x.nbytes
+        return "bias_act_backward", (x, x.clone(), bias, None, *more, True), x.nbytes
+    return "bias_act", (x, bias, None, None, *more), x.nbytes
 
 
 def few_bit(backward: bool) -> Call:

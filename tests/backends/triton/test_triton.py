@@ -196,15 +196,19 @@ def check_chains(target: str, dtype: torch.dtype) -> None:
         for planes, last in (tiles[kind] for kind in kinds):
             tile = (unit, planes, last, 4, block // 4)
             smaller = (unit, planes, last, 4, small // 4)
-            flags = (True, True, True, unit > 1)
+            together = bias_act.drawn_together(unit, dtype.itemsize)
+            flags = (True, True, True)
             both = (forward, backward, by_output, stored)
             kernels += [
                 (scale_add.scale_kernel, (True, *tile), block, 2, 1),
                 (scale_add.scale_backward_kernel, (True, True, *tile), block, 2, 1),
-                (bias_act.bias_act_kernel, (forward, stored, *flags, *smaller), small, 1, 1),
+                (
+                    bias_act.bias_act_kernel,
+                    (forward, stored, *flags, True, together, *smaller), small, 2, 1,
+                ),
                 (
                     bias_act.bias_act_backward_kernel,
-                    (*both, *flags[:3], True, unit > 1, *smaller), small, 2, 1,
+                    (*both, *flags, True, together, *smaller), small, 2, 1,
                 ),
             ]  # fmt: skip
         for kernel, constants, elements, read, written in kernels:
