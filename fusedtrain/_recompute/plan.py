@@ -16,7 +16,7 @@ from .._text import column_lines, memory_text
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_FORMAT = 2  # of the file
+_FORMAT = 3  # of the file
 _ROWS = 12  # of the table
 _BARS = 10  # of the picture
 _MODULES = ("#1f4e79", "#3b7dbf", "#7fb2dd", "#2e7d6b", "#63b39e", "#a9d6c8")
@@ -69,6 +69,7 @@ class MemoryPlan:
     backward_at: int = 0
     batch: int = 0
     lines: list[tuple[float, float]] = field(default_factory=list)  # see peak_at
+    dropout: str = "torch"  # as in `convert`
 
     def __repr__(self) -> str:
         return (

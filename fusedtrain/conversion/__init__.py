@@ -71,6 +71,7 @@ def convert(
     *,
     exclude: Iterable[type | str] = (),
     memory: str | MemoryPlan = "store",
+    dropout: str = "torch",
     verify: bool = True,
     dry_run: bool = False,
 ) -> ConversionReport:
@@ -109,6 +110,12 @@ def convert(
             made that for it alone; "q8" keeps the derivatives of GELU, SiLU, Mish, QuickGELU and
             Hardswish on their own in 8 bits, an approximation that the comparison leaves out. A
             plan of :func:`fusedtrain.plan_memory` recomputes what it has chosen, bit for bit.
+        dropout: "torch" leaves dropout, and with it the random numbers that torch draws; "fused"
+            computes `nn.Dropout` and `F.dropout`, and sums of a shortcut and an `nn.Dropout`, with
+            :func:`fusedtrain.functional.dropout`: the same distribution, other numbers for the same
+            seed, and 16 bytes for backward in place of a mask. Models are compared without dropout.
+            Dropout in place and that within torch's attention stay. Converting again with "torch"
+            leaves fused ones: revert first.
         verify: False does not run the example, for models that are too large to run twice.
         dry_run: True returns the report and leaves the model as it is.
 
@@ -117,9 +124,10 @@ def convert(
 
     Raises:
         TypeError: `model` is no module, `example_inputs` or an item of `exclude` of another type.
-        ValueError: an unknown name in `exclude`, another `memory` or a plan for another model,
-            several shapes, a shape for a model that begins with an embedding, or "recompute" for a
-            model whose own forward is patched, compiled or scripted.
+        ValueError: an unknown name in `exclude`, another `memory` or `dropout`, a plan for another
+            model or made with another `dropout`, several shapes, a shape for a model that begins
+            with an embedding, or "recompute" for a model whose own forward is patched, compiled or
+            scripted.
         RuntimeError: swaps that are right one by one are wrong together; a parameter is not
             initialized (`nn.LazyLinear`). And what the model raises for the example. Nothing is
             changed then.
@@ -148,6 +156,12 @@ def convert(
                 "memory: the plan was made for a model with other parameters (names, shapes, "
                 "dtypes or requires_grad); make one for this model with fusedtrain.plan_memory"
             )
+    check_dropout(dropout)
+    if plan is not None and plan.dropout != dropout:
+        raise ValueError(
+            f"dropout: the plan was made with dropout={plan.dropout!r}, not {dropout!r}; pass the "
+            "same to plan_memory and convert"
+        )
     if not isinstance(memory, str) or memory not in MEMORY:
         known = ", ".join(map(repr, MEMORY))
         raise ValueError(
@@ -162,8 +176,8 @@ def convert(
             "is done to it, or run it within fusedtrain.recompute()"
         )
     original_of(model, "convert")  # warns; names are those of `model`, with its _orig_mod
-    entries, excluded = find_classes(model, exclude)
-    conversion = Conversion(model, entries, excluded, memory)
+    entries, excluded = find_classes(model, exclude, dropout == "fused")
+    conversion = Conversion(model, entries, excluded, memory, dropout == "fused")
     if example_inputs is None or not verify:
         conversion.install()
         proof = None
@@ -218,6 +232,12 @@ def revert(model: torch.nn.Module) -> int:
     from ..folding._frozen import restore as restore_frozen
 
     return len(changed) + restore_bias(model) + restore_frozen(model)
+
+
+def check_dropout(dropout: str) -> None:
+    """Raises ValueError unless this is a `dropout` of :func:`convert`."""
+    if dropout not in ("torch", "fused"):
+        raise ValueError(f"dropout: must be 'torch' or 'fused', not {dropout!r}")
 
 
 def _check_module(model: object) -> None:

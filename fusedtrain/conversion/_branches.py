@@ -1,7 +1,8 @@
 """Sums of residual branches: a branch after layer scale and stochastic depth, plus a shortcut.
 
 From the sum backwards: a call of a module of stochastic depth (or Identity, which stands for one
-that never drops), a product with a tensor of the module, or both in either order.
+that never drops), a product with a tensor of the module, or both in either order. Where dropout is
+fused, a call of `nn.Dropout` alone, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .. import functional as fused_functional, nn as fused_nn
 from .._graph.flow import Trace, is_product, is_sum
 from .._graph.modules import STOCHASTIC_DEPTH, package_and_name
 from ..nn.parts import branch_scale_of, is_stochastic_depth
@@ -70,8 +72,12 @@ def add_branch(
     """``shortcut + drop(branch * scale)``, in one pass where the shapes are those of layer scale
     and stochastic depth, else as it is written: the shortcut may be a number, and the sum may be
     written over the branch. The first operand decides the layout of a sum. `drop` draws the
-    numbers that it would draw. `scale` is None, a tensor, or a module of layer scale, which stands
-    for its `gamma`."""
+    numbers that it would draw; `nn.Dropout` draws ours. `scale` is None, a tensor, or a module of
+    layer scale, which stands for its `gamma`."""
+    if isinstance(drop, nn.Dropout) and not drop.inplace and not in_place:
+        if not shortcut_first and not _alike(shortcut, branch):
+            return fused_functional.dropout(branch, drop.p, drop.training) + shortcut
+        return fused_functional.dropout_add(branch, shortcut, drop.p, drop.training)
     if isinstance(scale, nn.Module):
         scale = scale.gamma
     dims = [] if scale is None else [d for d, n in enumerate(scale.shape) if n != 1]
@@ -99,28 +105,36 @@ def add_branch(
 add_branch.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
-def may_have_branches(module: nn.Module) -> bool:
+def _alike(shortcut: Any, branch: Tensor) -> bool:
+    """Whether either order of the operands gives a sum the same layout."""
+    same = isinstance(shortcut, Tensor) and shortcut.shape == branch.shape
+    return same and shortcut.stride() == branch.stride()
+
+
+def may_have_branches(module: nn.Module, dropout: bool) -> bool:
     """Whether a forward is worth looking at: it has layers of its own, and stochastic depth, layer
-    scale, or a parameter like that."""
+    scale, or a parameter like that; dropout, if that is fused."""
     children = [child for child in module._modules.values() if child is not None]
     if not children:
         return False
     scales = (p for p in module._parameters.values() if p is not None)
+    if dropout and any(isinstance(child, nn.Dropout) for child in children):
+        return True
     known = {*STOCHASTIC_DEPTH, _LAYER_SCALE}
     return any(package_and_name(child) in known for child in children) or any(
         p.dim() > 0 and p.numel() == max(p.shape) for p in scales
     )
 
 
-def find_branches(rules: Rules) -> Iterator[Branch]:
-    """All of a model, in the order of its forwards."""
+def find_branches(rules: Rules, dropout: bool) -> Iterator[Branch]:
+    """All of a model, in the order of its forwards. `dropout`: those behind dropout, too."""
     for trace in rules.traces:
-        if not (trace.inexact or rules.of_forward(trace)):
-            branches = (_branch(rules, trace, node) for node in trace.graphs[0].nodes)
-            yield from filter(None, branches)
+        if not rules.of_forward(trace):
+            nodes = [node for graph in trace.graphs for node in graph.nodes]
+            yield from filter(None, (_branch(rules, trace, node, dropout) for node in nodes))
 
 
-def _branch(rules: Rules, trace: Trace, node: fx.Node) -> Branch | None:
+def _branch(rules: Rules, trace: Trace, node: fx.Node, dropout: bool) -> Branch | None:
     if not is_sum(node) or len(node.args) != 2 or node.kwargs:
         return None
     in_place = node.target in _IN_PLACE
@@ -133,6 +147,10 @@ def _branch(rules: Rules, trace: Trace, node: fx.Node) -> Branch | None:
         drop = scale = None
         gone: list[fx.Node] = []
         while len(value.users) == 1:
+            if dropout and not gone and not in_place and _drops_out(rules, trace, value):
+                gone, drop = [value], value
+                (value,) = value.all_input_nodes
+                break
             if drop is None and _drops(rules, trace, value):
                 drop, following = value, value.args[0]
             elif scale is None and (product := _scaled(value)):
@@ -166,6 +184,14 @@ def _branch(rules: Rules, trace: Trace, node: fx.Node) -> Branch | None:
 def _drops(rules: Rules, trace: Trace, node: fx.Node) -> bool:
     module = _left_out(rules, trace, node)
     return type(module) is nn.Identity or (module is not None and is_stochastic_depth(module))
+
+
+def _drops_out(rules: Rules, trace: Trace, node: fx.Node) -> bool:
+    module = _left_out(rules, trace, node)
+    if module is None or type(rules.fused(module)) is not fused_nn.Dropout:
+        return False
+    assert isinstance(module, nn.Dropout)
+    return module.p > 0 and not module.inplace and len(node.all_input_nodes) == 1
 
 
 def _scales(rules: Rules, trace: Trace, node: fx.Node) -> bool:

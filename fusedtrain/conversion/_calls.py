@@ -31,11 +31,13 @@ from ._algebra import TELLING, is_clamp_of_relu
 from ._branches import may_have_branches
 from ._classes import Decision
 from ._formulas import (
+    DROPOUT,
     FUNCTIONS,
     MODULE_OF,
     OTHERS,
     Match,
     activated,
+    dropout_of,
     is_activation,
     matches_of,
     mean_of,
@@ -61,7 +63,9 @@ _WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
 class Candidates:
     """Tests of one model's modules for worthwhile work; each module is looked at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: bool) -> None:
+        self.dropout = dropout
+        self._known = _WORDS | set(DROPOUT.values() if dropout else ())
         self._words: dict[nn.Module, set[str]] = {}
 
     def tracing(self, module: nn.Module) -> bool:
@@ -78,12 +82,12 @@ class Candidates:
             return False
         if self.mentions(module) or any(map(self._may_be_activation, module.modules())):
             return True
-        return _refers(module) or may_have_branches(module)
+        return _refers(module) or may_have_branches(module, self.dropout)
 
     def mentions(self, module: nn.Module) -> bool:
         """Whether the forward of a module, which is the user's, may call an activation."""
         if module not in self._words:
-            self._words[module] = set() if _is_others(module) else mentioned(module) & _WORDS
+            self._words[module] = set() if _is_others(module) else mentioned(module) & self._known
         return bool(self._words[module])
 
     def names(self, module: nn.Module) -> list[str]:
@@ -183,7 +187,7 @@ def find_calls(
                 yield ActivationCall(name=name, module=module, title=function, reason=why)
             continue
         for node in (node for graph in trace.graphs for node in graph.nodes):
-            function, match, reason = _called(rules, trace, node)
+            function, match, reason = _called(rules, trace, node, candidates.dropout)
             if not function:
                 continue
             of_use = not match or match.is_formula or gains(function, match.in_place, memory)
@@ -201,7 +205,9 @@ def find_calls(
                 )
 
 
-def _called(rules: Rules, trace: Trace, node: fx.Node) -> tuple[str, Match | None, str]:
+def _called(
+    rules: Rules, trace: Trace, node: fx.Node, dropout: bool
+) -> tuple[str, Match | None, str]:
     """The activation that ends with a call, or another function of ours, '' if none does, and why
     no fused one can take its arguments."""
     matches = matches_of(node.graph)
@@ -210,6 +216,7 @@ def _called(rules: Rules, trace: Trace, node: fx.Node) -> tuple[str, Match | Non
         return "", None, ""
     module = trace.callee(node)
     match = match or other_call_of(node) or mean_of(node, module)
+    match = match or (dropout_of(node) if dropout else None)
     if match is not None:
         reason = "" if module is None else rules.of_part(module, "its module")
         return match.name, match, reason

@@ -1,5 +1,5 @@
-"""Modules that change class, activations of torch and timm, max pooling and depthwise convolutions,
-and the reasons for which such a module stays."""
+"""Modules that change class, activations of torch and timm, max pooling, dropout and depthwise
+convolutions, and the reasons for which such a module stays."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _CONVOLVE = "def forward(self, input):\n    return convolve(self, input)\n"
 _CONVOLUTION = "fusedtrain.nn.depthwise:convolve"
 _QUANTIZED = "quantised: the model runs on integers, in torch's kernels"
 _FUSED = (
-    *_TORCH.values(), *DEPTHWISE.values(),
+    *_TORCH.values(), *DEPTHWISE.values(), fused_nn.Dropout,
     *(getattr(fused_nn, target) for target, _ in _TIMM.values()),
 )  # fmt: skip
 
@@ -93,10 +93,11 @@ class Decision:
 
 
 def find_classes(
-    model: nn.Module, exclude: Iterable[type | str]
+    model: nn.Module, exclude: Iterable[type | str], dropout: bool
 ) -> tuple[list[Decision], set[int]]:
     """Every activation, max pooling and depthwise convolution of the model once, in the order of
-    named_modules, and the ids of excluded modules; changes nothing."""
+    named_modules, and the ids of excluded modules; changes nothing. `dropout`: every dropout, too,
+    that drops something."""
     names, types = _split(exclude)
     entries: dict[int, Decision] = {}
     kept: set[int] = set()
@@ -108,6 +109,8 @@ def find_classes(
         if excluded:
             kept.add(id(module))
         entry = entries.get(id(module)) or _decide(module)
+        if entry is None and dropout and isinstance(module, nn.Dropout) and module.p > 0:
+            entry = _decide_dropout(module)
         if entry is not None:
             entries[id(module)] = entry
             entry.names.append(name)
@@ -162,6 +165,11 @@ def _decide(module: nn.Module) -> Decision | None:
     target, attributes = _TIMM[_key(cls)]
     fused = getattr(fused_nn, target)
     return Decision(module, fused, attributes, _timm_obstacle(module, fused, attributes))
+
+
+def _decide_dropout(module: nn.Dropout) -> Decision:
+    in_place = "works in place, with torch's numbers" if module.inplace else ""
+    return Decision(module, fused_nn.Dropout, reason=unlike(module, nn.Dropout) or in_place)
 
 
 def _decide_convolution(module: Any, kind: type) -> Decision | None:

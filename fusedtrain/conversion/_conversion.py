@@ -45,9 +45,15 @@ class Conversion:
     any number of times. Only `install`, `uninstall` and `keep_few_bits` change the model."""
 
     def __init__(
-        self, model: nn.Module, entries: list[Decision], excluded: set[int], memory: str
+        self,
+        model: nn.Module,
+        entries: list[Decision],
+        excluded: set[int],
+        memory: str,
+        dropout: bool,
     ) -> None:
         self.model, self.entries, self.excluded, self.memory = model, entries, excluded, memory
+        self.dropout = dropout  # with our random numbers
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
         # Forwards and classes of an earlier conversion: all is found anew.
         self.earlier = {
@@ -62,7 +68,7 @@ class Conversion:
         self.undone: dict[int, str] = {}  # id of a module: why
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
-        candidates = Candidates()
+        candidates = Candidates(dropout)
         self.flow = Flow(model, candidates.tracing)
         known = {id(part) for entry in entries for part in entry.module.modules()}
         entries += find_modules(self.flow, known)
@@ -83,7 +89,7 @@ class Conversion:
         self.all_units: list[Unit] = [
             *(site for site in sites if site is not None),
             *find_products(self.rules),
-            *find_branches(self.rules),
+            *find_branches(self.rules, dropout),
             *find_calls(self.rules, candidates, known, memory),
         ]
         self.left = list(left_modules(self.flow, candidates, known | {id(n) for n in self.norms}))
@@ -176,6 +182,14 @@ class Conversion:
         alone, since recomputed outputs need our forward."""
         modules = (entry.module for entry in self.activations if self.memory == "store")
         return [module for module in modules if type(module) in DEPTHWISE]
+
+    def dropouts(self) -> list[nn.Module]:
+        """Dropouts with torch's random numbers, which ours could replace."""
+        return [
+            module
+            for module in self.model.modules()
+            if type(module) is nn.Dropout and not module.inplace and id(module) not in self.excluded
+        ]
 
     def keep_few_bits(self) -> None:
         """Activations that `convert` gave their class save what `memory` says. Last of all: the

@@ -128,6 +128,19 @@ OTHERS: dict[Any, str] = {
     torch_functional.prelu: "prelu", torch.prelu: "prelu", "prelu": "prelu",
 }  # fmt: skip
 
+DROPOUT: dict[Any, str] = {torch_functional.dropout: "dropout", torch.dropout: "dropout"}
+
+
+def dropout_of(node: fx.Node) -> Match | None:
+    """One call of dropout that may drop something, and not in place."""
+    name = DROPOUT.get(node.target, "") if node.op == "call_function" else ""
+    parameters = _arguments(name, node) if name else {}
+    input = parameters.pop("input", None)
+    drops = parameters.get("p", 0.5) != 0 and parameters.get("training", True)
+    if not isinstance(input, fx.Node) or node.all_input_nodes != [input] or not drops:
+        return None
+    return None if parameters.pop("inplace", False) else Match(name, parameters, input, (node,))
+
 
 def other_call_of(node: fx.Node) -> Match | None:
     """One call of a function of `OTHERS` that fusedtrain.functional has with the same arguments:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as torch_functional
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from .. import functional as fused_functional
 from .._graph.compiled import without_compiled_code
 from .._graph.example import example_for
 from .._graph.state import duplicate
 from .._torch_private import pytree
 from ._conversion import Conversion
-from ._proof import Errors, Run, run, scouted
+from ._proof import Errors, Key, Run, run, scouted
 from ._report import Layer, Proof
 from ._rules import slow_convolutions
 from ._sites import EpilogueStep
@@ -40,9 +44,10 @@ def prove(conversion: Conversion, example: Any) -> Proof:
     Raises:
         RuntimeError: what is right one by one is not right together. Nothing is converted then.
     """
-    with without_compiled_code(conversion.model):
+    mode = without_dropout() if conversion.dropout else None
+    with without_compiled_code(conversion.model), mode or nullcontext():
         try:
-            trials = _Trials(conversion, example_for(conversion.model, example))
+            trials = _Trials(conversion, example_for(conversion.model, example), mode)
             return _prove(conversion, trials)
         except BaseException:
             conversion.uninstall()
@@ -80,17 +85,51 @@ def _modules(conversion: Conversion) -> Iterable[nn.Module]:
     return dict.fromkeys(swapped + [unit.module for unit in conversion.plan.units])
 
 
+class without_dropout(TorchFunctionMode):
+    """Context in which dropout drops nothing, torch's and ours: their random numbers differ, and so
+    would results. Dropout within torch's attention draws the same numbers in all runs."""
+
+    _SUMS = frozenset({fused_functional.dropout_add})
+    _ALONE = frozenset({torch_functional.dropout, torch.dropout, fused_functional.dropout})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lets = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._lets or func not in (*self._ALONE, *self._SUMS):
+            return func(*args, **kwargs)
+        input = args[0] if args else kwargs["input"]
+        if func in self._ALONE:
+            return input
+        return input + (args[1] if len(args) > 1 else kwargs["residual"])
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Context of runs with dropout."""
+        self._lets = True
+        try:
+            yield
+        finally:
+            self._lets = False
+
+
 class _Trials:
     """Compares the model as it is at the moment with the stock one."""
 
-    def __init__(self, conversion: Conversion, example: Any) -> None:
+    def __init__(
+        self, conversion: Conversion, example: Any, mode: without_dropout | None = None
+    ) -> None:
         self.conversion, self.model, self.example = conversion, conversion.model, example
+        self._mode = mode
         self.device = next((p.device.type for p in self.model.parameters()), "cpu")
         watched = conversion.watched()
         self._preserver = scouted(self.model, example)
         with slow_convolutions(conversion.compared_convolutions()) as slow:
             self.stock, _ = self._run(watched)
         conversion.undone.update(slow)
+        self._kept_before = self._kept(self.stock)
         self.reference, self._exact = self._in_float32(watched)
         self.noise = self._compared(watched, noise=True)[1]
         if self.reference is not self.stock:
@@ -102,6 +141,13 @@ class _Trials:
         self, watched: list[nn.Module], reference: Run | None = None, noise: bool = False
     ) -> tuple[Run, Errors]:
         return run(self.model, self.example, watched, reference, noise, self._preserver)
+
+    def _kept(self, done: Run) -> Counter[Key]:
+        """Bytes kept for backward by the model as it is, which `done` ran."""
+        if self._mode is None:
+            return done.saved
+        with self._mode.dropping():
+            return self._run([])[0].saved
 
     def _in_float32(self, watched: list[nn.Module]) -> tuple[Run, Any]:
         """The run to compare with, and its example. Under autocast a run without, if the model
@@ -209,18 +255,19 @@ class _Trials:
 
     def result(self) -> Proof:
         conversion, plan = self.conversion, self.conversion.plan
+        kept = self._kept_before, self._kept(self.after)
         layers = []
         for site in plan.sites:
             error = self.errors.layers.get(id(site.place), 0.0)
             parts = list(site.module.modules())
-            before, after = (_saved(one, parts, site.steps) for one in (self.stock, self.after))
+            before, after = (_saved(saved, parts, site.steps) for saved in kept)
             layers.append(Layer(site.name, before, after, error))
         taken = {id(part) for site in plan.sites for part in site.parts}
         taken |= {id(part) for site in plan.sites for part in site.module.modules()}
         for entry in conversion.swapped:
             if id(entry.module) not in taken:
                 error = self.errors.layers.get(id(entry.module), 0.0)
-                before, after = (_saved(one, [entry.module]) for one in (self.stock, self.after))
+                before, after = (_saved(saved, [entry.module]) for saved in kept)
                 layers.append(Layer(entry.names[0], before, after, error))
         errors, noise, precision = self.errors, self.noise, ""
         if self._wide is not None and errors.is_16_bit:
@@ -232,22 +279,25 @@ class _Trials:
             errors.gradient,
             noise.outputs,
             noise.gradient,
-            self.stock.saved.total(),
-            self.after.saved.total(),
+            kept[0].total(),
+            kept[1].total(),
             layers,
             len(self.after.outputs),
             len(self.after.gradients),
             precision=precision,
+            masks=0 if conversion.dropout else _saved(kept[0], conversion.dropouts()),
         )
 
 
-def _saved(done: Run, modules: Iterable[nn.Module], steps: Iterable[EpilogueStep] = ()) -> int:
+def _saved(
+    saved: Counter[Key], modules: Iterable[nn.Module], steps: Iterable[EpilogueStep] = ()
+) -> int:
     """Bytes that modules, and the calls of steps, keep for backward."""
     ids = set(map(id, modules))
-    total = sum(size for key, size in done.saved.items() if key[0] in ids)
+    total = sum(size for key, size in saved.items() if key[0] in ids)
     for step in steps:
         if step.is_call and step.module is not None:
-            total += done.saved[(id(step.module), id(step.trace.module), _ordinal(step))]
+            total += saved[(id(step.module), id(step.trace.module), _ordinal(step))]
     return total
 
 

@@ -100,12 +100,13 @@ class CallbackMixin:
         submodule: str = "",
         exclude: Iterable[type | str] = (),
         memory: str = "store",
+        dropout: str = "torch",
         averages: bool = False,
         log: bool = True,
     ) -> None:
         super().__init__()
         self.example_inputs, self.submodule = example_inputs, submodule
-        self.exclude, self.memory = tuple(exclude), memory
+        self.exclude, self.memory, self.dropout = tuple(exclude), memory, dropout
         # Not `log`: Lightning gives every callback a method of this name.
         self.averages, self._logs = averages, log
         self.report: ConversionReport | None = None
@@ -130,7 +131,10 @@ class CallbackMixin:
         model = pl_module.get_submodule(self.submodule)
         if any(map(is_changed, model.modules())):
             return  # the user converted it: what to revert is not known here
-        self.report = convert(model, self.example_inputs, exclude=self.exclude, memory=self.memory)
+        self.report = convert(
+            model, self.example_inputs, exclude=self.exclude, memory=self.memory,
+            dropout=self.dropout,
+        )  # fmt: skip
         self._converted = model
 
     def _leave(self) -> None:

@@ -49,7 +49,8 @@ class FusedCallback(CallbackMixin, Callback):
         example_inputs: see :func:`fusedtrain.convert`.
         submodule: name of the part to convert, as in `get_submodule`; "": all.
         exclude: see :func:`fusedtrain.convert`.
-        memory: see :func:`fusedtrain.convert`.
+        memory: see :func:`fusedtrain.convert`, as for `dropout`.
+        dropout: "torch" or "fused".
         averages: validates on the averages of optimizers with ``ema_decay``.
         log: False logs nothing.
 

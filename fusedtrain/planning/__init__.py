@@ -31,7 +31,7 @@ from .._recompute.search import Search
 from .._recompute.simulate import peak_lines
 from .._text import FEW_BYTES, bytes_in, memory_text
 from .._torch_private import profiler_is_running, pytree
-from ..conversion import convert, revert
+from ..conversion import check_dropout, convert, revert
 from ._meter import (
     Meter,
     Running,
@@ -57,6 +57,7 @@ def plan_memory(
     *,
     loss: Loss | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    dropout: str = "torch",
 ) -> MemoryPlan:
     """Finds what backward has to recompute for a training step to fit a budget of memory, in the
     least time. Losses and gradients keep the bits of `convert(model)`.
@@ -78,6 +79,7 @@ def plan_memory(
             PyTorch's peak beside parameters, buffers, inputs and states.
         loss: makes the loss of the model's output. None: the sum of all its floating tensors.
         optimizer: the optimizer that will train; its states count, also before its first step.
+        dropout: as in `convert`, which has to be told the same.
 
     Returns:
         a :class:`MemoryPlan` for `convert(model, example_inputs, memory=plan)`; prints as a table.
@@ -85,7 +87,7 @@ def plan_memory(
     Raises:
         TypeError: `model` is no module, or another type of example, budget, loss or optimizer.
         ValueError: no plan has so low a peak; the message says the lowest. A budget that is no
-            size, an example without a loss that can be differentiated.
+            size, another `dropout`, an example without a loss that can be differentiated.
 
     The model's errors are passed on.
 
@@ -104,6 +106,7 @@ def plan_memory(
         >>> report = fusedtrain.convert(model, x, memory=plan)
     """
     _check(model, loss, optimizer)
+    check_dropout(dropout)
     if profiler_is_running():
         raise RuntimeError("plan_memory: torch's profiler runs, and the plan needs it: plan before")
     allowed = _bytes_of(budget)
@@ -134,7 +137,7 @@ def plan_memory(
     ):  # fmt: skip
         _show("eager PyTorch on the example")
         eager = steps.peak()
-        convert(twin, memory="recompute")
+        convert(twin, memory="recompute", dropout=dropout)
         set_recomputing(twin, False)
         _show("the functions of a step")
         record = recorded(twin, begin, device)
@@ -161,7 +164,7 @@ def plan_memory(
     choice = [step.recompute for step in plan.steps]
     return replace(
         plan, model=fingerprint(original), eager_peak=eager, milliseconds=milliseconds,
-        extra_milliseconds=extra, batch=batch,
+        extra_milliseconds=extra, batch=batch, dropout=dropout,
         lines=peak_lines(choice, (batch // 2, half), (batch, record)) if half else [],
     )  # fmt: skip
 
