@@ -336,12 +336,12 @@ class _Model:
         example = attempt(lambda: _example(self.module, *arguments), None)
         if example is None:
             return
-        counts = attempt(lambda: _trials.fusable(self.module, example), (0, 0, 0, 0))
-        if counts[0]:
+        counts = attempt(lambda: _trials.fusable(self.module, example), (0, 0, 0, 0, 0))
+        if any(counts):
             model = Fusable(type(self.module).__name__, self.site, *counts)
             autocast = self.watch.calls.autocast.most_common(1)
             dtype = getattr(torch, autocast[0][0]) if autocast else None
-            modes = dict.fromkeys(("store", model.saves_most))
+            modes = dict.fromkeys(["store", model.saves_most, *["dropout"] * bool(model.masks)])
             model.passes = attempt(
                 lambda: _trials.pass_seconds(self.module, example, modes, dtype), {}
             )

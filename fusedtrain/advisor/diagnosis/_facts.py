@@ -107,7 +107,8 @@ class Evaluation:
 @dataclass
 class Fusable:
     """Changes that `convert` would make in a model; bytes are kept for backward. `passes`: seconds
-    of forward and backward "now" and with `memory`, and how many times faster that is at least."""
+    of forward and backward "now", with `memory` and with "dropout" fused, and how many times faster
+    that is at least."""
 
     type: str
     site: Site | None
@@ -115,6 +116,7 @@ class Fusable:
     before: int
     store: int
     recompute: int
+    masks: int = 0  # of dropout
     passes: dict[str, list[float]] = field(default_factory=dict)
 
     @property

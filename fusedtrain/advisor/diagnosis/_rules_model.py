@@ -14,7 +14,8 @@ _CONVOLUTIONS = tuple(f"Conv{kind}{n}d" for kind in ("", "Transpose") for n in (
 _SAVED = 0.25  # of the bytes kept
 _GAIN = 0.05  # of a step, or of forward and backward
 _FULL = 0.8  # of the memory
-_CONVERTED = {"now": "now", "store": "converted", "recompute": 'with memory="recompute"'}
+_CONVERTED = {"now": "now", "store": "converted", "recompute": 'with memory="recompute"',
+              "dropout": 'with dropout="fused"'}  # fmt: skip
 _SAME_CALL = "Nothing more: the fusedtrain.convert that `convert-fuses` asks for does this, too."
 
 
@@ -124,7 +125,7 @@ def frozen(facts: RunFacts) -> Iterator[Seen]:
 
 def _best(model: Fusable) -> str:
     """The `memory` to convert with: one that keeps a quarter less, or else one whose passes are
-    surely faster; "" if there is none."""
+    surely faster, "dropout" among them; "" if there is none."""
     most, (now, _) = model.saves_most, model.passes.get("now", [0.0, 1.0])
     if model.before - min(model.store, model.recompute) >= _SAVED * model.before:
         return most
@@ -147,13 +148,16 @@ def fusable(facts: RunFacts) -> Iterator[Seen]:
         memory = _best(model)
         if not memory:
             continue
-        saved = max(model.before - getattr(model, memory), 0)
+        drops = memory == "dropout"
+        left = model.store - model.masks if drops else getattr(model, memory)
+        saved = max(model.before - left, 0)
         (now, _), (seconds, gain) = (model.passes.get(k, [0.0, 1.0]) for k in ("now", memory))
         times = [f"{time_text(s)} {_CONVERTED[name]}" for name, (s, _) in model.passes.items()]
         won = min(now - seconds, facts.step) if gain > 1 else 0.0
         texts = [f"{memory_text(saved)} kept for backward"]
         texts += [of_a_step(won, facts)] if won > 0 else []
-        mode = ', memory="recompute"' if memory == "recompute" else ""
+        mode = {"recompute": ', memory="recompute"', "dropout": ', dropout="fused"'}.get(memory, "")
+        draws = ": the same distribution of masks, from other random numbers" if drops else ""
         yield Seen(
             model.site,
             f"`convert` would change {model.changed} parts of {model.type}; kept for backward: "
@@ -162,7 +166,7 @@ def fusable(facts: RunFacts) -> Iterator[Seen]:
             f"{', '.join(times) or 'a time that was not measured'}",
             saved,
             Cost("measured", " and ".join(texts), won or None, saved),
-            f"Call fusedtrain.convert(model, example{mode}) before the optimizer is made.",
+            f"Call fusedtrain.convert(model, example{mode}) before the optimizer is made{draws}.",
             change("convert", model.site, arguments=mode),
         )
 

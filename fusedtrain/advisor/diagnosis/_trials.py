@@ -199,26 +199,28 @@ def _twin(cls: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -
     return cls(groups, **defaults)
 
 
-def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int]:
-    """Parts that `convert` would change, and the bytes kept before, with "store", "recompute"."""
+def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int, int]:
+    """Parts that `convert` would change, the bytes kept before, with "store", "recompute", and
+    those of dropout's masks."""
     reports: list[ConversionReport] = []
     for memory in ("store", "recompute"):
         report = convert(model, example, memory=memory, dry_run=True)
         changed = len(report) + len(report.products) + len(report.branches) + len(report.calls)
-        if not changed or report.proof is None:
-            return 0, 0, 0, 0
+        if report.proof is None or not (changed or report.proof.masks):
+            return 0, 0, 0, 0, 0
         reports.append(report)
     store, recompute = (report.proof for report in reports)
     assert store is not None
     assert recompute is not None
-    return changed, store.saved_before, store.saved_after, recompute.saved_after
+    saved = store.saved_before, store.saved_after, recompute.saved_after
+    return changed, *saved, store.masks
 
 
 def pass_seconds(
     model: nn.Module, example: Any, modes: Iterable[str], dtype: torch.dtype | None
 ) -> dict[str, list[float]]:
     """Times of forward and backward on copies, in turns, under autocast to `dtype`: as it is
-    ("now") and converted with each `memory`. The median, and the least gain that is sure: how many
+    ("now") and converted with each `memory`, or with dropout fused ("dropout"). The median, and the least gain that is sure: how many
     times as long the stock model takes."""
     first = next(model.parameters())
     if sum(p.nbytes for p in model.parameters()) > _MOST:
@@ -237,7 +239,8 @@ def pass_seconds(
         steps = {"now": functools.partial(step, duplicate(model))}
         for memory in modes:
             copied = duplicate(model)
-            convert(copied, example, memory=memory)
+            fuses = {"dropout": "fused"} if memory == "dropout" else {"memory": memory}
+            convert(copied, example, **fuses)  # type: ignore[arg-type]
             steps[memory] = functools.partial(step, copied)
         times = interleave(steps, cpu_clock, _PASSES)
     gains = {name: [a / b for a, b in zip(times["now"], ns, strict=True)]

@@ -201,3 +201,8 @@ def test_the_way_that_gains() -> None:
     assert "(model, example) before" in remedy
     (remedy,) = remedies(passes=passes, recompute=700)
     assert 'memory="recompute"' in remedy
+    (remedy,) = remedies(passes=passes | {"dropout": [3e-3, 1.2]}, masks=100)
+    assert 'dropout="fused") before' in remedy
+    assert "other random numbers" in remedy
+    (remedy,) = remedies(passes=passes | {"dropout": [4.5e-3, 1.1]}, masks=100)
+    assert "dropout" not in remedy
