@@ -48,9 +48,7 @@ def modulated(input: Tensor, groups: int, affine: Affine, eps: float) -> Tensor:
 
 def joined(affine: Affine, wide: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Factor and offset of each channel [C], or sample and channel [N, C]."""
-    weight, bias, scale, shift = (
-        t if t is None or t.dtype is wide else t.to(wide) for t in affine
-    )
+    weight, bias, scale, shift = (t if t is None or t.dtype is wide else t.to(wide) for t in affine)
     if scale is not None:
         factor = scale + 1
         weight = factor if weight is None else weight * factor
