@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from .._graph.flow import Trace
+from .._graph.modules import package_and_name
 from ..nn.parts import activation_of
 from ._formulas import Match, is_activation, matches_of, module_of
 from ._fused_calls import group_norm_act_of, group_normed
@@ -27,6 +28,7 @@ from ._rules import Rules, unlike
 from ._sites import named
 from ._units import Change, Copy, Unit
 
+_TIMM = (("timm", "GroupNorm"), ("timm", "GroupNorm1"))
 _SUMS = (operator.add, torch.add, "add")
 _PRODUCTS = (operator.mul, torch.mul, "mul")
 
@@ -80,8 +82,7 @@ def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
 def _site(rules: Rules, trace: Trace, call: fx.Node) -> GroupNormSite | None:
     norm = trace.callee(call)
     if isinstance(norm, nn.GroupNorm):
-        # A subclass with a forward of its own is looked into.
-        if type(norm).forward is not nn.GroupNorm.forward or len(call.args) != 1 or call.kwargs:
+        if not _is_known(norm) or len(call.args) != 1 or call.kwargs:
             return None
     elif call.op != "call_function" or call.target is not F.group_norm or not call.args:
         return None
@@ -103,7 +104,8 @@ def _site(rules: Rules, trace: Trace, call: fx.Node) -> GroupNormSite | None:
     subjects = [part for part in map(trace.callee, nodes[1:]) if part is not None]
     reasons = [rules.of_part(part, "a module after it") for part in subjects]
     if norm is not None:
-        reasons += [unlike(norm, nn.GroupNorm), rules.of_part(norm, "it")]
+        base = type(norm) if package_and_name(norm) in _TIMM else nn.GroupNorm
+        reasons += [unlike(norm, base), rules.of_part(norm, "it")]
     return GroupNormSite(
         name=rules.flow.names[id(module)],
         module=module,
@@ -115,6 +117,13 @@ def _site(rules: Rules, trace: Trace, call: fx.Node) -> GroupNormSite | None:
         called=called,
         modulation=modulation,
     )
+
+
+def _is_known(norm: nn.GroupNorm) -> bool:
+    """Whether a norm is of torch's class or does what that does, as timm's; another subclass with a
+    forward of its own is looked into."""
+    timm = package_and_name(norm) in _TIMM and not getattr(norm, "_fast_norm", True)
+    return timm or type(norm).forward is nn.GroupNorm.forward
 
 
 def _only_user(trace: Trace, value: fx.Node) -> fx.Node | None:

@@ -47,10 +47,10 @@ class _GroupNormBase(nn.GroupNorm):
 
     @torch.jit.unused
     def _fused(self, input: Any, scale: Any, shift: Any) -> Tensor:
-        norm = (self.num_groups, self.weight, self.bias, self.eps)
         if isinstance(input, fx.Proxy):
-            z = _group_norm.group_norm_act(input, *norm, scale=scale, shift=shift)
-            return self.act(self.drop(z))  # type: ignore[no-any-return]
+            norm = (self.num_groups, self.weight, self.bias, self.eps)
+            traced: Any = _group_norm.group_norm_act
+            return self.act(self.drop(traced(input, *norm, scale=scale, shift=shift)))
         activation = activation_of(self.act) if hands_on(self.drop) else None
         _group_norm.check_modulation(input, scale, shift)
         affine = Affine(self.weight, self.bias, scale, shift)

@@ -18,7 +18,7 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _calls, _recompute
 from .._graph.fx import handle as _handle
 from .._recompute import OP_NAMES
-from .._torch_private import without_torch_function
+from .._torch_private import unsafe_view, without_torch_function
 from ..reference.dtypes import wide_of
 from ..reference.group_norm import (
     Affine,
@@ -39,7 +39,6 @@ _stats = op("batch_norm_stats")
 _apply = op("batch_norm_act_apply")
 _reduce = op("batch_norm_act_backward_reduce")
 _backward_apply = op("batch_norm_act_backward_apply")
-_reshaped = torch.ops.aten._unsafe_view.default
 
 # Factors that are a smaller part of the largest of their group are replaced in backward's last
 # pass, which divides by them: the gradient of the input is off by so small a part.
@@ -97,13 +96,13 @@ def _vectors(affine: Affine, input: Tensor) -> tuple[Tensor | None, Tensor | Non
 
 def _normalised(
     input: Tensor, factor: Tensor | None, offset: Tensor | None, mean: Tensor, invstd: Tensor,
-    activation: int, a: float, b: float,
+    *activation: Any,
 ) -> Tensor:  # fmt: skip
     """The output, with vectors [N * C]."""
     planes = _planes(input)
-    output: Tensor = _apply(planes, None, None, factor, offset, mean, invstd, activation, a, b)
+    output: Tensor = _apply(planes, None, None, factor, offset, mean, invstd, *activation)
     # A tensor of its own, which may be modified in place.
-    return output if planes is input else _reshaped(output, input.shape)
+    return output if planes is input else unsafe_view(output, input.shape)
 
 
 OP_NAMES[_normalised] = "group_norm_act"
@@ -133,17 +132,15 @@ class GroupNormAct(torch.autograd.Function):
         affine, groups = Affine(*vectors[:4]), ctx.groups
         needs_input, _, *needs = ctx.needs_input_grad[:6]
         if _calls.plain_backward(grad):
-            grad_input, *sums = differentiable_backward(
+            grad_input, sums, slopes = differentiable_backward(
                 grad, input, groups, affine, ctx.eps, ctx.activation
             )
         else:
-            grad_input, *sums = _backward(
-                grad, input, groups, tuple(vectors[4:]), ctx.activation, needs_input
+            grad_input, sums, slopes = _backward(
+                grad, input, groups, vectors[4:], ctx.activation, needs_input
             )
-        return (
-            grad_input if needs_input else None, None, *gradients(*sums, affine, tuple(needs)),
-            None, None,
-        )  # fmt: skip
+        of_vectors = gradients(sums, slopes, affine, needs)
+        return grad_input if needs_input else None, None, *of_vectors, None, None
 
 
 _function = _calls.apply_of(GroupNormAct)
@@ -172,7 +169,7 @@ def _averages(
 
 def _backward(
     grad: Tensor, input: Tensor, groups: int,
-    vectors: tuple[Tensor | None, Tensor | None, Tensor, Tensor], activation: Pointwise,
+    vectors: list[Any], activation: Pointwise,
     needs_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradient of the input (that of the output, where it is not needed), and the two sums."""
@@ -318,9 +315,13 @@ def group_norm_act(
             group_norm_act, tensors, input, num_groups, weight, bias, eps=eps,
             activation=activation, scale=scale, shift=shift, **parameters,
         )  # fmt: skip
-    fused, function = _activations.chosen(activation, parameters)
+    fused = None if parameters else _activations.BY_NAME.get(activation)
+    function: Any = None
+    if fused is None:
+        fused, function = _activations.chosen(activation, parameters)
     check_modulation(input, scale, shift)
     affine = Affine(weight, bias, scale, shift)
     if fused is not None:
         return run(input, num_groups, affine, eps, fused)
-    return function(run(input, num_groups, affine, eps, Pointwise()))  # type: ignore[no-any-return]
+    result: Tensor = function(run(input, num_groups, affine, eps, Pointwise()))
+    return result

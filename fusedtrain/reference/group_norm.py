@@ -10,6 +10,7 @@ Mean and variance cover the elements of a sample whose channels are in one group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,7 +60,7 @@ def joined(affine: Affine, wide: torch.dtype) -> tuple[Tensor | None, Tensor | N
 
 
 def gradients(
-    sums: Tensor, slopes: Tensor, affine: Affine, needs: tuple[bool, ...]
+    sums: Tensor, slopes: Tensor, affine: Affine, needs: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of the vectors, of the sums [N, C] of d and of d times the normalised input, d
     being the gradient of the activation's input. None where not needed."""

@@ -25,7 +25,7 @@ NAMES = [
 INPLACE = [n for n in NAMES if "inplace" in inspect.signature(getattr(functional, n)).parameters]
 # batch_norm_act with an activation against the two functions of torch.
 ACTIVATED = [row.name for row in POINTWISE if row.name in NAMES]
-CASES = [*NAMES, "batch_norm", *(f"batch_norm+{name}" for name in ACTIVATED)]
+CASES = [*NAMES, "batch_norm", "group_norm", *(f"batch_norm+{name}" for name in ACTIVATED)]
 POINTWISE_NAMES = [n for n in NAMES if n not in ("dropout", "glu", "max_pool2d", "prelu")]
 
 
@@ -39,6 +39,8 @@ def theirs_of(case: str) -> Callable[..., Any]:
 
 def ours_of(case: str) -> Callable[..., Any]:
     name, _, activation = case.partition("+")
+    if name == "group_norm":
+        return functional.group_norm_act
     if name != "batch_norm":
         function: Callable[..., Any] = getattr(functional, name)
         return function

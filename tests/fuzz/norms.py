@@ -73,6 +73,27 @@ def batch_norm(pick: Pick, context: Context, sizes: tuple[int, ...], module: str
     )  # fmt: skip
 
 
+def group_norm_act(pick: Pick, context: Context) -> Call:
+    """A call with sizes that run batch norm's ops in channels_last, or torch's norm."""
+    sizes = pick((2, 4, 3, 5), (2, 32, 64, 64)) if context.mode == "gradient" else (2, 4, 3, 5)
+    groups = pick(1, 2, 4)
+    name, form = an_activation(pick, context)
+    vector = "float64" if context.dtype == "float64" else "float32"
+    tensors = {"x": context.random(pick, sizes, repeats=False)}
+    vector = f"torch.randn({sizes[1]}, dtype=torch.{vector})"
+    affine, z = "None, None", f"N.group_norm(x, {groups}, {{}}, 1e-3)"
+    if pick(True, False):
+        tensors |= dict.fromkeys(("weight", "bias"), vector)
+        affine = "weight, bias"
+    more, z = f"activation={name!r}", z.format(affine)
+    if pick(False, True):
+        tensors |= {n: context.random(pick, sizes[:2], repeats=False) for n in ("scale", "shift")}
+        more += ", scale=scale, shift=shift"
+        z = f"({z} * (1 + scale[..., None, None]) + shift[..., None, None])"
+    ours = f"F.group_norm_act(x, {groups}, {affine}, 1e-3, {more})"
+    return Call(ours, form.format(z=z), tensors, tuple(tensors), forward=5.0, backward=50.0)
+
+
 def _many(sizes: tuple[int, ...]) -> bool:
     """Whether statistics are of enough values to be no accident."""
     count = sizes[0]

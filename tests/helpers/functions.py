@@ -161,6 +161,13 @@ CASES: dict[str, Case] = {
         f"max_pool2d, {kind}": (partial(F.max_pool2d, **options), (IMAGE,))
         for kind, options in POOLS.items()
     },
+    "group_norm_act": (
+        lambda x, w, b: F.group_norm_act(x, 2, w, b, activation="silu"), (IMAGE, VECTOR, VECTOR),
+    ),
+    "group_norm_act, modulated": (
+        lambda x, *t: F.group_norm_act(x, 2, None, None, 1e-5, "silu", *t),
+        (IMAGE, IMAGE[:2], IMAGE[:2]),
+    ),
     "mean": (partial(F.mean, dim=(2, 3)), (IMAGE,)),
     "adaptive_avg_pool2d": (partial(F.adaptive_avg_pool2d, output_size=1), (IMAGE,)),
     **{f"{name}, in place": (_in_place(name), (IMAGE,)) for name in INPLACE},

@@ -35,6 +35,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "batch_norm_act": lambda x: F.batch_norm_act(
         x, None, None, VECTOR, training=True, activation="silu", residual=x * 2
     ),
+    "group_norm_act": lambda x: F.group_norm_act(x, 2, VECTOR, activation="silu"),
     "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1),
     "mean": lambda x: F.mean(x, (2, 3)),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
