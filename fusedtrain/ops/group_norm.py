@@ -189,7 +189,7 @@ def _backward(
             d if leaves else grad_planes, planes, None, None, factor, offset, mean, invstd,
             averages.div_(input.numel() // mean.numel()).view(-1, planes.shape[1]), *rest, False,
         )  # fmt: skip
-    halves = sums.flatten(2).unbind(order)
+    halves = sums.view(*both, -1).unbind(order)
     return grad_planes.view(shape) if folded else grad_planes, halves[0], halves[1]
 
 
@@ -235,6 +235,8 @@ def _fused(input: Tensor, groups: int, affine: Affine, eps: float, activation: P
     """The output of batch norm's ops; None where they take no such call, or gain nothing."""
     if not _fits(input, groups, affine, eps):
         return None
+    if not _calls.suggests_channels_last(input):
+        input = input.contiguous()
     input = laid_out(input, activation)
     modulates = affine.scale is not None or affine.shift is not None
     if not _gains(input, activation.op >= 0, modulates):

@@ -73,10 +73,11 @@ def batch_norm(pick: Pick, context: Context, sizes: tuple[int, ...], module: str
     )  # fmt: skip
 
 
-def group_norm_act(pick: Pick, context: Context) -> Call:
-    """A call with sizes that run batch norm's ops in channels_last, or torch's norm."""
+def group_norm_act(pick: Pick, context: Context, module: str = "") -> Call:
+    """A call with sizes that run batch norm's ops in channels_last, or torch's norm; of a module of
+    that class, which its setup is to make."""
     sizes = pick((2, 4, 3, 5), (2, 32, 64, 64)) if context.mode == "gradient" else (2, 4, 3, 5)
-    groups = pick(1, 2, 4)
+    groups = 1 if module == "GroupNorm1Act" else pick(1, 2, 4)
     name, form = an_activation(pick, context)
     vector = "float64" if context.dtype == "float64" else "float32"
     tensors = {"x": context.random(pick, sizes, repeats=False)}
@@ -86,12 +87,22 @@ def group_norm_act(pick: Pick, context: Context) -> Call:
         tensors |= dict.fromkeys(("weight", "bias"), vector)
         affine = "weight, bias"
     more, z = f"activation={name!r}", z.format(affine)
-    if pick(False, True):
+    if module in ("", "GroupNorm") and pick(False, True):
         tensors |= {n: context.random(pick, sizes[:2], repeats=False) for n in ("scale", "shift")}
         more += ", scale=scale, shift=shift"
         z = f"({z} * (1 + scale[..., None, None]) + shift[..., None, None])"
-    ours = f"F.group_norm_act(x, {groups}, {affine}, 1e-3, {more})"
-    return Call(ours, form.format(z=z), tensors, tuple(tensors), forward=5.0, backward=50.0)
+    ours, setup = f"F.group_norm_act(x, {groups}, {affine}, 1e-3, {more})", ()
+    if module:
+        state = ", ".join(f"{n!r}: {n}" for n in ("weight", "bias") if n in tensors)
+        inputs = "(x, scale, shift)" if "scale" in tensors else "x"
+        ours = f"functional_call(m, {{{state}}}, {inputs})"
+        sizes_of = {"GroupNorm": f"{groups}, {sizes[1]}", "GroupNormAct": f"{sizes[1]}, {groups}"}
+        made = f"{sizes_of.get(module, sizes[1])}, 1e-3, {bool(state)}"
+        act = "activation" if module == "GroupNorm" else "act_layer"
+        setup = (f"{module}({made}, {act}=torch.nn.{ACT_LAYERS[name]})",)
+    return Call(
+        ours, form.format(z=z), tensors, tuple(tensors), (), setup, forward=5.0, backward=50.0
+    )
 
 
 def _many(sizes: tuple[int, ...]) -> bool:
