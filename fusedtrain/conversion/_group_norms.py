@@ -1,4 +1,4 @@
-"""Group norms that become one op with what follows them: modulation, activation.
+"""Group norms that become one op with what follows them (modulation, activation) or alone.
 
     act(norm(x) * (1 + scale) + shift)
 
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from .._calls import suggests_channels_last
 from .._graph.flow import Trace
 from .._graph.modules import package_and_name
 from ..nn.parts import activation_of
@@ -73,13 +74,16 @@ class GroupNormSite(Unit):
 
 
 def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
-    """All of a model, in the order of its forwards."""
+    """All of a model, in the order of its forwards; those that nothing follows only if the model is
+    in channels_last, where torch's are slow."""
+    weights = (p for p in rules.flow.model.parameters() if p.dim() in (4, 5))
+    last = any(suggests_channels_last(p) for p in weights)
     for trace in rules.traces:
         for graph in trace.graphs:
-            yield from filter(None, (_site(rules, trace, node) for node in graph.nodes))
+            yield from filter(None, (_site(rules, trace, node, last) for node in graph.nodes))
 
 
-def _site(rules: Rules, trace: Trace, call: fx.Node) -> GroupNormSite | None:
+def _site(rules: Rules, trace: Trace, call: fx.Node, alone: bool) -> GroupNormSite | None:
     norm = trace.callee(call)
     if isinstance(norm, nn.GroupNorm):
         if not _is_known(norm) or len(call.args) != 1 or call.kwargs:
@@ -88,7 +92,7 @@ def _site(rules: Rules, trace: Trace, call: fx.Node) -> GroupNormSite | None:
         return None
     nodes, modulation = _modulated(rules, trace, [call])
     act, called, match = _activation(rules, trace, nodes[-1])
-    if act is None and not modulation:
+    if act is None and not modulation and not (alone and norm is not None):
         return None
     last = nodes[-1]
     if match is not None:

@@ -54,7 +54,7 @@ def ours_of(case: str) -> Callable[..., Any]:
 
 
 def _group_norm(*args: Any, **kwargs: Any) -> Tensor:
-    """By batch norm's ops, which samples are too small for."""
+    """Batch norm's ops, for which samples are too small."""
     with patch.object(group_norm, "_gains", lambda *_: True):
         return functional.group_norm_act(*args, **kwargs)
 

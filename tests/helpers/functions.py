@@ -61,7 +61,7 @@ def _recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def group_norm_act(x: Tensor, w: Tensor, b: Tensor, *modulation: Tensor) -> Tensor:
-    """By batch norm's ops, which these tensors are too small for."""
+    """Batch norm's ops, for which these tensors are too small."""
     compiles = torch.compiler.is_compiling()
     with nullcontext() if compiles else patch.object(group_norm, "_gains", lambda *_: True):
         return F.group_norm_act(x, 2, w, b, 1e-5, "silu", *modulation)

@@ -166,7 +166,7 @@ def test_derivatives(act: str | None) -> None:
 
 
 def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which inputs run batch norm's ops: the rule, and calls that torch alone takes."""
+    """The rule for inputs that run batch norm's ops."""
     monkeypatch.undo()
 
     def fused(shape: tuple[int, ...], act: str | None = "silu", last: bool = True) -> bool:
