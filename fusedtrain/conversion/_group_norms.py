@@ -76,8 +76,8 @@ class GroupNormSite(Unit):
 def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
     """All of a model, in the order of its forwards; those that nothing follows only if the model is
     in channels_last, where torch's are slow."""
-    weights = (p for p in rules.flow.model.parameters() if p.dim() in (4, 5))
-    last = any(suggests_channels_last(p) for p in weights)
+    parameters = (p for p in rules.flow.model.parameters() if not nn.parameter.is_lazy(p))
+    last = any(p.dim() > 3 and suggests_channels_last(p) for p in parameters)
     for trace in rules.traces:
         for graph in trace.graphs:
             yield from filter(None, (_site(rules, trace, node, last) for node in graph.nodes))

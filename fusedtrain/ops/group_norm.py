@@ -266,7 +266,8 @@ def run(input: Tensor, groups: int, affine: Affine, eps: float, activation: Poin
         output: Tensor | None = _fused(input, groups, affine, eps, activation)
     if output is not None:
         return output
-    last = _calls.suggests_channels_last(input) and input.device.type in _TORCH_IN_ORDER
+    last = isinstance(input, Tensor) and input.device.type in _TORCH_IN_ORDER
+    last = last and _calls.suggests_channels_last(input)
     z = modulated(input.contiguous() if last else input, groups, affine, eps)
     output = activated(z, activation)
     return output.contiguous(memory_format=_LAST[input.dim()]) if last else output

@@ -73,13 +73,15 @@ def call(x: Tensor, w: Any, b: Any, scale: Any, shift: Any, groups: int, act: An
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_numbers(kind: str, dtype: torch.dtype) -> None:
-    """Outputs and all gradients, against float64. Weights of 0 and next to it have exact ones."""
+def test_numbers(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and all gradients, against float64. Weights of 0 and next to it have exact ones.
+    Backward computes the activation once, as on a CPU, or twice."""
     eps = torch.finfo(dtype).eps
     slack = {torch.float64: 24, torch.float32: 16}.get(dtype, 1)
     shapes = (((3, 8, 5, 7), 4), ((2, 16, 9, 9), 16), ((4, 6, 33, 3), 1), ((1, 8, 6, 6), 2))
     for (shape, groups), act, options in itertools.product(shapes, ACTIVATIONS, range(4)):
         torch.manual_seed(0)
+        monkeypatch.setattr(group_norm, "_LEAVES_GRADIENT", ("cpu", "cuda")[: options % 2 * 2])
         weight = torch.rand(shape[1]) + 0.5
         weight[::3], weight[1], weight[-1] = 0, 1e-20, -1e-30
         vectors = [weight, torch.randn(shape[1]), torch.randn(shape[:2]), torch.randn(shape[:2])]
@@ -194,6 +196,7 @@ def test_torch_sees_other_calls() -> None:
     for bad in (
         lambda g: g(x, 3), lambda g: g(x, 2, w[:3]), lambda g: g(x[0, 0, 0], 1),
         lambda g: g(torch.randn(1, 2), 2), lambda g: g(x, 2, w.double()), lambda g: g(x.int(), 2),
+        lambda g: g(None, 2),
     ):  # fmt: skip
         with pytest.raises(Exception) as theirs:
             bad(T.group_norm)
