@@ -51,18 +51,14 @@ _LEAVES_GRADIENT = frozenset({"cpu"})
 # by bytes of an element. Below, 40 small ops around batch norm's take longer than what they save.
 # An AMD EPYC with AVX2, SiLU, forward and backward, channels_last: 4 x 128 x 16 x 16 in bfloat16
 # 1.3x of torch, 8 x 64 x 8 x 8 0.7x; 32 x 128 x 16 x 16 in float32 1.2x, 64 x 256 x 8 x 8 0.7x.
-_LEAST = {2: 1 << 16, 4: 1 << 18, 8: 1 << 18}
+# Contiguous inputs gain where they are modulated: for 8 x 256 x 32 x 32 in float32 torch's norm and
+# then our activation take 7.6 ms, and batch norm's ops 9.3. Torch keeps the normalised input, too:
+# the ops also run where outputs are recomputed. Other types of device have not been measured: a GPU
+# would launch the 40 small ops in the time of 2^26 elements.
+_LEAST = {"cpu": {2: 1 << 16, 4: 1 << 18, 8: 1 << 18}}
 _LEAST_SAMPLE = {2: 1 << 12, 4: 1 << 15, 8: 1 << 15}
-# Types of device on which torch's group norm of a contiguous input, and then our activation, is
-# faster: 7.6 and 9.3 ms for 8 x 256 x 32 x 32 in float32 (as above). It keeps the normalised input,
-# too: the ops run where outputs are recomputed, or modulated.
-_TORCH_IS_FASTER = frozenset({"cpu"})
-# Types of device on which torch's group norm runs on contiguous copies. In channels_last its
-# backward crashes where nobody asks for the input's gradient (torch 2.13), and 8 x 64 x 8 x 8 in
-# bfloat16 takes 0.8 ms instead of 0.3.
-_TORCH_IN_ORDER = frozenset({"cpu"})
+_MOST_SAMPLES = 32  # of a channels_last input on such a device
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_MOST_SAMPLES = {"cpu": 1 << 10}  # of a channels_last input; elsewhere 32: a launch each
 
 
 def _planes(t: Tensor) -> Tensor:
@@ -200,8 +196,6 @@ def _backward(
 
 def _fits(input: Tensor, groups: int, affine: Affine, eps: float) -> bool:
     """Whether batch norm's ops take the arguments."""
-    if not _calls.takes(input) or input.dim() < 2 or input.numel() == 0:
-        return False
     samples, channels = input.shape[:2]
     if type(groups) is not int or groups < 1 or channels % groups or not eps >= 0:
         return False
@@ -226,26 +220,27 @@ def _fits(input: Tensor, groups: int, affine: Affine, eps: float) -> bool:
 
 def _gains(input: Tensor, activates: bool, modulates: bool) -> bool:
     """Whether batch norm's ops are faster than torch's own, or are to keep less for backward."""
-    device, size, samples = input.device.type, input.numel(), input.shape[0]
-    if size < _LEAST[input.itemsize]:
+    size, samples, least = input.numel(), input.shape[0], _LEAST.get(input.device.type)
+    if least is not None and size < least[input.itemsize]:
         return False
-    if not input.is_contiguous():
-        enough = size >= samples * _LEAST_SAMPLE[input.itemsize]
-        return enough and samples <= _MOST_SAMPLES.get(device, 32)
-    keeps_less = activates and (device not in _TORCH_IS_FASTER or _recompute.scope() is not None)
-    return modulates or keeps_less
+    last = _calls.suggests_channels_last(input)
+    keeps_less = activates and _recompute.scope() is not None
+    if least is None:
+        return keeps_less and not (last and samples > _MOST_SAMPLES)
+    return size >= samples * _LEAST_SAMPLE[input.itemsize] if last else modulates or keeps_less
 
 
 def _fused(input: Tensor, groups: int, affine: Affine, eps: float, activation: Pointwise) -> Any:
     """The output of batch norm's ops; None where they take no such call, or gain nothing."""
-    if not _fits(input, groups, affine, eps):
+    if not _calls.takes(input) or input.dim() < 2 or input.numel() == 0:
+        return None
+    modulates = affine.scale is not None or affine.shift is not None
+    gains = _gains(input, activation.op >= 0, modulates)
+    if not (gains and _fits(input, groups, affine, eps)):
         return None
     if not _calls.suggests_channels_last(input):
         input = input.contiguous()
     input = laid_out(input, activation)
-    modulates = affine.scale is not None or affine.shift is not None
-    if not _gains(input, activation.op >= 0, modulates):
-        return None
     if _calls.needs_grad(input, *affine):
         return _function(input, groups, *affine, eps, activation)
     statistics = _statistics(input, groups, eps)
@@ -266,8 +261,9 @@ def run(input: Tensor, groups: int, affine: Affine, eps: float, activation: Poin
         output: Tensor | None = _fused(input, groups, affine, eps, activation)
     if output is not None:
         return output
-    last = isinstance(input, Tensor) and input.device.type in _TORCH_IN_ORDER
-    last = last and _calls.suggests_channels_last(input)
+    # On a contiguous copy: in channels_last, backward of torch 2.13 crashes on a CPU where nobody
+    # asks for the input's gradient, and 8 x 64 x 8 x 8 in bfloat16 takes 0.8 ms instead of 0.3.
+    last = isinstance(input, Tensor) and _calls.suggests_channels_last(input)
     z = modulated(input.contiguous() if last else input, groups, affine, eps)
     output = activated(z, activation)
     return output.contiguous(memory_format=_LAST[input.dim()]) if last else output
