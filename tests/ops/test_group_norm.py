@@ -37,6 +37,7 @@ def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
 pytestmark = pytest.mark.usefixtures("every_size")
 
 
+@pytest.mark.usefixtures("memory_is_full_of_nan")
 def test_ops_with_vectors_of_each_sample(ops: Kernels) -> None:
     """As calls of the formula for each sample."""
     for dtype, kind in itertools.product((torch.float32, torch.bfloat16), LAYOUTS):
