@@ -1,10 +1,12 @@
-"""Batch norm with what follows it against eager torch and torch.compile of that.
+"""Batch norm, and group norm, with what follows it against eager torch and torch.compile of that.
 
 The standard shapes, in every layout and dtype; and every distinct batch norm of real networks
 (``shapes.py``) against eager. Rivals take turns within one test.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 
@@ -20,6 +22,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
     "cpu": ((16, 96, 56, 56), (32, 96, 56, 56)),
     "cuda": ((32, 96, 56, 56), (256, 96, 56, 56)),  # the smaller fits into the L2 cache
 }
+GROUP_SHAPES = ((4, 64, 128, 128), (8, 256, 32, 32))  # of blocks of a diffusion model
 QUICK_SHAPE = (2, 16, 14, 14)
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # In which a device trains. The others only at the last shape; torch.compile, which takes 5 s and
@@ -84,7 +87,8 @@ def _standard(options: Options) -> list[Case]:
                         rival = options.full or (trains and dtype == first and shape == last)
                         compiled = options.compiled and rival
                         cases.append(_row(op, shape, dtype, layout, part, compiled=compiled))
-    return cases
+    groups = itertools.product(GROUP_SHAPES, (first, *others), LAYOUTS, PASSES[1:])
+    return cases + [_row("gn_silu", *group) for group in groups]
 
 
 def _of_networks(options: Options) -> list[Case]:

@@ -33,6 +33,11 @@ pytree = torch.utils._pytree
 disable_dynamo = torch._compile._disable_dynamo
 
 
+# A reshaped tensor that is no view for autograd: a Function may return it, and whoever gets it may
+# modify it in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+
 def skip_frame(function: Any) -> None:
     """Lets Dynamo run a function as it is, where code that Dynamo does not trace calls it: what
     `torch._dynamo.eval_frame.skip_code` does, without its import."""

@@ -32,6 +32,7 @@ from .ops.bias_act import *  # noqa: F403
 from .ops.channelwise import *  # noqa: F403
 from .ops.depthwise import *  # noqa: F403
 from .ops.gated import *  # noqa: F403
+from .ops.group_norm import *  # noqa: F403
 from .ops.images import *  # noqa: F403
 from .ops.pool import *  # noqa: F403
 from .ops.scale_add import *  # noqa: F403

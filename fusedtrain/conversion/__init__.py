@@ -5,13 +5,13 @@ A module is converted by giving the very same object another class, or another f
 hooks, parameters, flags and names, and whoever else refers to it, need no copying.
 
 `_classes` decides which modules change class; `_norms` (with its unit in `_sites`), `_gates`,
-`_branches` and `_calls` find calls that can become one (`_units`), `_formulas` (over `_algebra`)
-those that are an activation. None of them changes the model. `_rules` has the reasons for which a
-module, a call or a forward stays. `_rewrite` chooses units that go together, `_reordering` knows
-whether their calls may move, `_in_place` whether a norm may write over its input. `_conversion` has
-all decisions, installs and reports them; `_trials` and `_proof` compare, and drop the wrong ones.
-`_source` writes the new forwards, which call `_fused_calls`. `_fuse_modules` is for torch's
-quantisation.
+`_group_norms`, `_branches` and `_calls` find calls that can become one (`_units`), `_formulas`
+(over `_algebra`) those that are an activation. None of them changes the model. `_rules` has the
+reasons for which a module, a call or a forward stays. `_rewrite` chooses units that go together,
+`_reordering` knows whether their calls may move, `_in_place` whether a norm may write over its
+input. `_conversion` has all decisions, installs and reports them; `_trials` and `_proof` compare,
+and drop the wrong ones. `_source` writes the new forwards, which call `_fused_calls`.
+`_fuse_modules` is for torch's quantisation.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
     homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
-             "gated_formula": "_gates", "laid_out_as": "_gates", "method": "_formulas",
+             "gated_formula": "_gates", "group_norm_act_of": "_fused_calls",
+             "group_normed": "_fused_calls", "laid_out_as": "_gates", "method": "_formulas",
              "norm_act_of": "_fused_calls",
              "with_epilogue": "_fused_calls", "Epilogue": "_fused_calls"}  # fmt: skip
     if name not in homes:

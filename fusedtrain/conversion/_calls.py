@@ -76,7 +76,7 @@ class Candidates:
         foreign = (forward.__module__ or "").startswith("torch.")
         if foreign and forward is not nn.Sequential.forward:
             return False
-        if any(isinstance(part, BatchNormBase) for part in module.modules()):
+        if any(isinstance(part, (BatchNormBase, nn.GroupNorm)) for part in module.modules()):
             return True
         if forward is nn.Sequential.forward:
             return False

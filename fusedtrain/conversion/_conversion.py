@@ -31,6 +31,7 @@ from ._branches import find_branches
 from ._calls import Candidates, find_calls, find_modules, left_modules, target_of
 from ._classes import Decision, is_swapped
 from ._gates import find_products
+from ._group_norms import find_group_norms
 from ._in_place import can_overwrite, idle_biases
 from ._norms import Finder
 from ._report import ConversionReport, Converted, LookedAt
@@ -88,6 +89,7 @@ class Conversion:
         # In the order in which they choose their calls.
         self.all_units: list[Unit] = [
             *(site for site in sites if site is not None),
+            *find_group_norms(self.rules),
             *find_products(self.rules),
             *find_branches(self.rules, dropout),
             *find_calls(self.rules, candidates, known, memory),

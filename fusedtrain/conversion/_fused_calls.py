@@ -1,4 +1,4 @@
-"""Functions that rewritten forwards call for batch norms and the ops after them."""
+"""Functions that rewritten forwards call for norms and the ops after them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from .._graph.forward import rewritten_of
 from .._graph.hooks import OBSERVERS, announced, is_hooked
 from ..nn.norm import BatchNormActBase, norm_act
+from ..nn.parts import activation_of
+from ..ops import group_norm
 from ..ops.activations import pointwise
 from ..ops.batch_norm import activated
+from ..reference.group_norm import Affine
 from ..reference.pointwise import Pointwise
 
 EPILOGUE = "fusedtrain_epilogue"  # the argument of a rewritten forward that takes an `Epilogue`
@@ -106,5 +109,50 @@ def with_epilogue(
     return z if epilogue is None else epilogue.apply(z)
 
 
-for _function in (Epilogue, norm_act_of, with_epilogue):
+def group_normed(
+    act: Act, input: Tensor, num_groups: int, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5, *, scale: Any = None, shift: Any = None,
+) -> Tensor:  # fmt: skip
+    """``act(group_norm(input, ...) * (1 + scale) + shift)`` as one op, where scale and shift have
+    one value for each sample and channel, [N, C, 1, ...], else as it is written."""
+    vectors = [_of_channels(scale, input), _of_channels(shift, input)]
+    fits = all(v is not None or t is None for v, t in zip(vectors, (scale, shift)))
+    point = _point(*act) if isinstance(act, tuple) else None if act is None else activation_of(act)
+    fused = point if fits and point is not None else Pointwise()
+    affine = Affine(weight, bias, *(vectors if fits else (None, None)))
+    z = group_norm.run(input, num_groups, affine, eps, fused)
+    if not fits:
+        z = z if scale is None else z * (1 + scale)
+        z = z if shift is None else z + shift
+    if act is None or (fits and point is not None):
+        return z
+    return act(z) if isinstance(act, nn.Module) else activated(z, _point(*act))
+
+
+def _of_channels(values: Any, input: Tensor) -> Tensor | None:
+    """[N, C, 1, ...] as [N, C]."""
+    if not isinstance(values, Tensor) or values.dtype is not input.dtype:
+        return None
+    return (
+        values.flatten(1) if values.shape == (*input.shape[:2], *[1] * (input.dim() - 2)) else None
+    )
+
+
+def group_norm_act_of(
+    norm: nn.GroupNorm, act: Act, input: Tensor, *, scale: Any = None, shift: Any = None
+) -> Tensor:
+    """:func:`group_normed` for a module. The guards of the forward have seen that the modules may
+    be passed over."""
+
+    def compute() -> Tensor:
+        arguments = (norm.num_groups, norm.weight, norm.bias, norm.eps)
+        return group_normed(act, input, *arguments, scale=scale, shift=shift)
+
+    if OBSERVERS:
+        output: Tensor = announced(norm, (input,), compute)
+        return output
+    return compute()
+
+
+for _function in (Epilogue, group_norm_act_of, group_normed, norm_act_of, with_epilogue):
     _function.__module__ = "fusedtrain.conversion"  # the name in pickles

@@ -63,8 +63,8 @@ class Converted(NamedTuple):
 
 
 class FusedNorm(NamedTuple):
-    """One batch norm that is one op with `parts`, in the order of calls, in the forwards around it;
-    or that has a fused class, the `target`."""
+    """One batch norm or group norm that is one op with `parts`, in the order of calls, in the
+    forwards around it; or that has a fused class, the `target`."""
 
     name: str
     source: str
@@ -191,7 +191,8 @@ class ConversionReport:
 
     `converted` (activations), `norms` and `left` have one entry a module, `products` one for each
     multiplication by a gate that is one op now, `branches` one for each sum of a residual branch
-    that is one op with its layer scale and stochastic depth, `shared` maps the first
+    that is one op with its layer scale and stochastic depth, `group_norms` one for each group norm
+    that is one op with its modulation and activation, `shared` maps the first
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     call what is one op now. `overwriting` names the batch norms whose output takes the
@@ -217,6 +218,7 @@ class ConversionReport:
     shared: dict[str, list[str]] = field(default_factory=dict)
     already: int = 0
     norms: list[FusedNorm] = field(default_factory=list)
+    group_norms: list[FusedNorm] = field(default_factory=list)
     products: list[Applied] = field(default_factory=list)
     branches: list[Branched] = field(default_factory=list)
     calls: list[Applied] = field(default_factory=list)
@@ -257,6 +259,7 @@ class ConversionReport:
             lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
         fused: list[tuple[list[Any], str, Callable[[Any], str]]] = [
             (self.norms, "fused {} batch norm{s} with what follows", _summed),
+            (self.group_norms, "fused {} group norm{s} with what follows", _summed),
             (self.products, "fused {} product{s} with a gate", "{0.type} * {0.activation}".format),
             (self.branches, "fused {} residual branch{es} with the sum", _summed),
             (self.calls, "converted {} call{s} in forwards", "{0.activation} in {0.type}".format),
@@ -266,7 +269,7 @@ class ConversionReport:
                 many = len(units) > 1
                 lines.append(title.format(len(units), s="s" * many, es="es" * many))
                 lines += self._table([(unit.name, swap(unit), "") for unit in units])
-        if self.proof is None and (self.norms or self.calls):
+        if self.proof is None and (self.norms or self.group_norms or self.calls):
             lines.append(f"  not run on an example ({self.unproven})")
         plan = None if self.proof is None else self.proof.plan
         if plan is not None:
@@ -296,7 +299,7 @@ class ConversionReport:
         """The last lines: what came of it, in words."""
         changed = self or self.already or self.products or self.branches
         lines = (
-            self.proof.verdict(self.memory, bool(self.norms or self.already))
+            self.proof.verdict(self.memory, bool(self.norms or self.group_norms or self.already))
             if self.proof is not None and changed
             else []
         )

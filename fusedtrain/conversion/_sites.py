@@ -169,7 +169,7 @@ class Site(Unit):
             elif step.is_call:
                 parameters[step.kind] = graph.get_attr(str(node.target))
             else:
-                parameters[step.kind] = _named(step.module)
+                parameters[step.kind] = named(step.module)
         target = graph.get_attr(str(call.target))
         args, kwargs = fx.node.map_arg((call.args, call.kwargs), copy.of)
         epilogue: Any = None
@@ -231,7 +231,7 @@ def _to_the_end(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _named(module: nn.Module | None) -> tuple[Any, ...]:
+def named(module: nn.Module | None) -> tuple[Any, ...]:
     """Name and parameters of an activation that a function computes."""
     activation = None if module is None else activation_of(module)
     assert activation is not None

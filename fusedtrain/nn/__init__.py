@@ -44,6 +44,11 @@ from .glu import (
     ReGLU as ReGLU,
     SwiGLU as SwiGLU,
 )
+from .group_norm import (
+    GroupNorm as GroupNorm,
+    GroupNorm1Act as GroupNorm1Act,
+    GroupNormAct as GroupNormAct,
+)
 from .images import NormalizeImages as NormalizeImages
 from .norm import (
     BatchNormAct1d as BatchNormAct1d,

@@ -13,6 +13,7 @@ from . import (  # each defines its ops
     few_bit as few_bit,
     fold as fold,
     gated as gated,
+    group_norm as group_norm,
     images as images,
     optimizers as optimizers,
     pool as pool,

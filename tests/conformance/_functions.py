@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from _tables import op_info, sample_input, tensors
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fusedtrain import functional
+from fusedtrain.ops import group_norm
 from fusedtrain.reference.pointwise import POINTWISE
 
 torch_functional: Any = torch.nn.functional
@@ -25,7 +27,7 @@ NAMES = [
 INPLACE = [n for n in NAMES if "inplace" in inspect.signature(getattr(functional, n)).parameters]
 # batch_norm_act with an activation against the two functions of torch.
 ACTIVATED = [row.name for row in POINTWISE if row.name in NAMES]
-CASES = [*NAMES, "batch_norm", *(f"batch_norm+{name}" for name in ACTIVATED)]
+CASES = [*NAMES, "batch_norm", "group_norm", *(f"batch_norm+{name}" for name in ACTIVATED)]
 POINTWISE_NAMES = [n for n in NAMES if n not in ("dropout", "glu", "max_pool2d", "prelu")]
 
 
@@ -39,6 +41,8 @@ def theirs_of(case: str) -> Callable[..., Any]:
 
 def ours_of(case: str) -> Callable[..., Any]:
     name, _, activation = case.partition("+")
+    if name == "group_norm":
+        return _group_norm
     if name != "batch_norm":
         function: Callable[..., Any] = getattr(functional, name)
         return function
@@ -47,6 +51,12 @@ def ours_of(case: str) -> Callable[..., Any]:
     return functools.partial(
         functional.batch_norm_act, activation=activation or "identity", **parameters
     )
+
+
+def _group_norm(*args: Any, **kwargs: Any) -> Tensor:
+    """Batch norm's ops, for which samples are too small."""
+    with patch.object(group_norm, "_gains", lambda *_: True):
+        return functional.group_norm_act(*args, **kwargs)
 
 
 def _seeded(inputs: Iterable[Any]) -> Iterator[Any]:

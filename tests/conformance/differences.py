@@ -55,6 +55,8 @@ ACCEPTED: dict[str, dict[str, str]] = {
     "modules/state/BatchNormAct1d": _CHILDREN,
     "modules/state/BatchNormAct2d": _CHILDREN,
     "modules/state/BatchNormAct3d": _CHILDREN,
+    "modules/constructor/GroupNorm": {"repr": "the activation is a child, which torch lacks"},
+    "modules/state/GroupNorm": _CHILDREN,
     "optimizers/keywords/Adagrad": {
         "differentiable: RuntimeError instead of list": _DIFFERENTIABLE
     },

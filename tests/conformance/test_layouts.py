@@ -37,7 +37,7 @@ SIZES = [(6,), (4, 6), (4, 1), (4, 2, 6), (4, 1, 6), (4, 2, 3, 6), (4, 2, 6, 1),
 LAYOUTS = [x for sizes in SIZES for x in layouts(sizes)]
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0,), "max_pool2d": (2, 2, 1), "prelu": (torch.tensor([0.25]),),
-    "threshold": (0.5, -1.0),
+    "threshold": (0.5, -1.0), "group_norm": (1,),
 }  # fmt: skip
 
 

@@ -22,7 +22,8 @@ import fusedtrain.nn as fused_nn
 # Name -> the class of torch.nn that it takes the place of.
 BATCH_NORMS = {f"BatchNormAct{n}d": f"BatchNorm{n}d" for n in (1, 2, 3)}
 SAME = [
-    "CELU", "Dropout", "ELU", "GELU", "GLU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh",
+    "CELU", "Dropout", "ELU", "GELU", "GLU", "GroupNorm", "Hardshrink", "Hardsigmoid", "Hardswish",
+    "Hardtanh",
     "LeakyReLU", "LogSigmoid", "MaxPool2d", "Mish", "PReLU", "ReLU", "ReLU6", "SELU", "SiLU",
     "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
 ]  # fmt: skip
@@ -101,7 +102,8 @@ def test_every_module_of_torch_is_here() -> None:
         public |= {name for b in bases if getattr(nn, b.__name__, None) is b is not nn.Module}
     # torch's samples are depthwise in few cases only: test_depthwise.py has more.
     depthwise = {f"DepthwiseConv{n}d" for n in (1, 2, 3)}
-    assert public == {*NAMES, *depthwise}
+    timm = {"GroupNormAct", "GroupNorm1Act"}  # arguments in another order
+    assert public == {*NAMES, *depthwise, *timm}
     assert not unknown_keys("modules", (f"{check}/{name}" for check in CHECKS for name in NAMES))
 
 

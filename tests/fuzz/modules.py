@@ -96,6 +96,12 @@ def bias_act_dropout(pick: Pick, context: Context) -> Call:
     )  # fmt: skip
 
 
+def group_norm(name: str, pick: Pick, context: Context) -> Call:
+    call = norms.group_norm_act(pick, context, name)
+    call.setup = _setup(pick, call.setup[0])
+    return call
+
+
 def batch_norm(name: str, pick: Pick, context: Context) -> Call:
     """The BatchNormAct classes, in training or not, with a residual or without."""
     rank = {"1": pick(2, 3), "2": 4, "3": 5}.get(name[-2], 4)
@@ -200,6 +206,7 @@ for a, b in zip(*results, strict=True):
 
 _GLUS = ("GLU", "SwiGLU", "GEGLU", "ReGLU", "BilinearGLU")
 _NORMS = ("BatchNormAct1d", "BatchNormAct2d", "BatchNormAct3d", "BatchNormAddAct")
+_GROUP_NORMS = ("GroupNorm", "GroupNormAct", "GroupNorm1Act")
 _TRAINED = ("gradient", "second", "checkpoint", "recompute")
 _MAKERS = {
     "PReLU": Generator(prelu, CHAINED),
@@ -213,6 +220,7 @@ _MAKERS = {
     "ConvBnAct": Generator(conv_bn_act, _TRAINED, ("float64", "float32")),
     **{name: Generator(partial(gated_unit, name), CHAINED) for name in _GLUS},
     **{name: Generator(partial(batch_norm, name), _TRAINED) for name in _NORMS},
+    **{name: Generator(partial(group_norm, name), _TRAINED) for name in _GROUP_NORMS},
     **{
         name: Generator(partial(activation, name), CHAINED)
         for name, cls in vars(fused_nn.activation).items()

@@ -73,6 +73,39 @@ def batch_norm(pick: Pick, context: Context, sizes: tuple[int, ...], module: str
     )  # fmt: skip
 
 
+def group_norm_act(pick: Pick, context: Context, module: str = "") -> Call:
+    """A call with sizes that run batch norm's ops in channels_last, or torch's norm; of a module of
+    that class, which its setup is to make. torch's backward of channels_last may crash."""
+    sizes = pick((2, 4, 3, 5), (2, 32, 64, 64)) if context.mode == "gradient" else (2, 4, 3, 5)
+    groups = 1 if module == "GroupNorm1Act" else pick(1, 2, 4)
+    name, form = an_activation(pick, context)
+    vector = "float64" if context.dtype == "float64" else "float32"
+    tensors = {"x": context.random(pick, sizes, repeats=False)}
+    vector = f"torch.randn({sizes[1]}, dtype=torch.{vector})"
+    affine, z = "None, None", f"N.group_norm(x.contiguous(), {groups}, {{}}, 1e-3)"
+    if pick(True, False):
+        tensors |= dict.fromkeys(("weight", "bias"), vector)
+        affine = "weight, bias"
+    more, z = f"activation={name!r}", z.format(affine)
+    if module in ("", "GroupNorm") and pick(False, True):
+        tensors |= {n: context.random(pick, sizes[:2], repeats=False) for n in ("scale", "shift")}
+        more += ", scale=scale, shift=shift"
+        z = f"({z} * (1 + scale[..., None, None]) + shift[..., None, None])"
+    ours, setup = f"F.group_norm_act(x, {groups}, {affine}, 1e-3, {more})", ()
+    if module:
+        state = ", ".join(f"{n!r}: {n}" for n in ("weight", "bias") if n in tensors)
+        inputs = "(x, scale, shift)" if "scale" in tensors else "x"
+        ours = f"functional_call(m, {{{state}}}, {inputs})"
+        sizes_of = {"GroupNorm": f"{groups}, {sizes[1]}", "GroupNormAct": f"{sizes[1]}, {groups}"}
+        made = f"{sizes_of.get(module, sizes[1])}, 1e-3, {bool(state)}"
+        act = "activation" if module == "GroupNorm" else "act_layer"
+        setup = (f"{module}({made}, {act}=torch.nn.{ACT_LAYERS[name]})",)
+    backward = 50.0 if sizes[1] == 4 else 1000.0  # sums of 8192 elements
+    return Call(
+        ours, form.format(z=z), tensors, tuple(tensors), (), setup, forward=5.0, backward=backward
+    )
+
+
 def _many(sizes: tuple[int, ...]) -> bool:
     """Whether statistics are of enough values to be no accident."""
     count = sizes[0]

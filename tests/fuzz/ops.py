@@ -132,6 +132,7 @@ _MAKERS: dict[str, Generator] = {
     "batch_norm_act": Generator(
         norms.batch_norm_act, ("gradient", "second", "checkpoint", "recompute", "batched")
     ),
+    "group_norm_act": Generator(norms.group_norm_act, CHAINED),
     "max_pool2d": Generator(norms.max_pool2d, EVERY),
     **{
         name: Generator(partial(norms.mean, name), CHAINED)

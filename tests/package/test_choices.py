@@ -49,6 +49,7 @@ OPTIONS: dict[str, tuple[Callable[[], Any], str, tuple[str, ...]]] = {
         lambda: F.batch_norm_act(X, torch.zeros(4), torch.ones(4), activation=BAD),
         "activation", ACTIVATIONS,
     ),
+    "group_norm_act": (lambda: F.group_norm_act(X, 1, activation=BAD), "activation", ACTIVATIONS),
     "bias_act": (lambda: F.bias_act(X, act=BAD), "act", ("linear", "lrelu", "swish")),
     "nn.BiasActDropout": (
         lambda: fusedtrain.nn.BiasActDropout(4, activation=BAD), "activation", ACTIVATIONS
