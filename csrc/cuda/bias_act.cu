@@ -15,7 +15,8 @@ template <int kLanes>
 __device__ __forceinline__ void keep(const BiasAct& call, int64_t at, bool (&kept)[kLanes]) {
   const uint64_t key = uint64_t(call.seed[0]), high = uint64_t(call.seed[1]);
   // Vectors of 8 are a block, those of 4 a half of one: its words, or these with exchanged halves.
-  // Two such vectors draw the block twice. Arithmetic of a float vector hides behind its 32 bytes.
+  // Two of these draw the block twice: 120 instructions for 32 bytes, of which the memory takes
+  // twice as long (computed for sm_90).
   const Philox random(key, uint64_t(at) / 8, high);
   const uint32_t turn = at & 4 ? 16 : 0;
   if constexpr (kLanes == 1) {

@@ -32,14 +32,11 @@ def exchanged(word):
 
 
 @triton.jit
-def keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER: tl.constexpr,
+def keeps(seed_ptr, row, first, columns, threshold, TOGETHER: tl.constexpr,
           HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """Mask of the elements of a tile that are not dropped. So many are drawn TOGETHER, those of a
     vector of 16 bytes: a block of the stream, half a block, or one number."""
-    if TOGETHER == 1:
-        at = row * columns + column
-    else:
-        at = row * columns + first + TOGETHER * tl.arange(0, WIDTH // TOGETHER)[None, :]
+    at = row * columns + first + TOGETHER * tl.arange(0, WIDTH // TOGETHER)[None, :]
     block, second = at // 8, at % 8 >= 4
     high = tl.load(seed_ptr + 1)
     low = (block & 0xFFFFFFFF).to(tl.uint32)
@@ -87,7 +84,7 @@ def bias_act_kernel(  # equal (other=): elements beyond the data are not stored
     if CLAMPS:
         y = clamp(y, -number(bound, z), number(bound, z))
     if DROPS:
-        kept = keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER, HEIGHT, WIDTH)
+        kept = keeps(seed_ptr, row, first, columns, threshold, TOGETHER, HEIGHT, WIDTH)
         y = tl.where(kept, y * number(keep, z), 0.0)
     if ADDS:
         y += widen(tl.load(residual_ptr + at, mask=inside, other=0.0))
@@ -114,7 +111,7 @@ def bias_act_backward_kernel(  # equal (other=): sums take a zero where there is
     factor = number(gain, z) * number(keep, z)  # keep is 1 where nothing is dropped
     g = widen(tl.load(grad_ptr + at, mask=inside, other=0.0)) * factor
     if DROPS:
-        kept = keeps(seed_ptr, row, first, column, columns, threshold, TOGETHER, HEIGHT, WIDTH)
+        kept = keeps(seed_ptr, row, first, columns, threshold, TOGETHER, HEIGHT, WIDTH)
         g = tl.where(kept, g, 0.0)
     if BY_OUTPUT:
         if CLAMPS:
