@@ -205,8 +205,8 @@ def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int, int]:
     reports: list[ConversionReport] = []
     for memory in ("store", "recompute"):
         report = convert(model, example, memory=memory, dry_run=True)
-        units = report.products, report.branches, report.calls, report.group_norms
-        changed = len(report) + sum(map(len, units))
+        units = [*report.products, *report.branches, *report.calls, *report.group_norms]
+        changed = len(report) + len(units)
         if report.proof is None or not (changed or report.proof.masks):
             return 0, 0, 0, 0, 0
         reports.append(report)
