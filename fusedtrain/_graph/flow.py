@@ -12,7 +12,6 @@ import dis
 import functools
 import operator
 import types
-import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -42,6 +41,7 @@ from .tracer import (
     random_states,
     same_generators,
 )
+from .warning import silent_warnings
 
 _MOST_WAYS = 16
 _ASKED = "what its forward does depends on its input"
@@ -176,8 +176,8 @@ def _trace_once(
     try:
         with same_generators(), torch.set_grad_enabled(gradients):
             tracer.context = context_now()
-            with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about what the stand-ins lack
+            # About what the stand-ins lack.
+            with answering(type(clone).forward, tracer), watch, silent_warnings():
                 tracer.seen.originals = originals
                 with tracer.seen:
                     graph = tracer.trace(clone, defaults or None)

@@ -1,8 +1,25 @@
-"""The user's line, to which a warning points."""
+"""The user's line, to which a warning points, and silence."""
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def silent_warnings() -> Iterator[None]:
+    """Context without warnings, and without messages of loggers."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def level_outside() -> int:

@@ -41,7 +41,7 @@ class GroupNormSite(Unit):
 
     lines, left = "group_norms", "left"
 
-    call: fx.Node
+    call: fx.Node | None = None
     act: nn.Module | None = None
     called: fx.Node | None = None
     modulation: dict[str, fx.Node] = field(default_factory=dict)
@@ -57,6 +57,7 @@ class GroupNormSite(Unit):
 
     def written(self, change: Change, copy: Copy) -> fx.Node:
         graph, call = copy.graph, self.call
+        assert call is not None
         act: Any = None if self.act is None else named(self.act)
         if self.called is not None:  # the module's parameters count as they are at each call
             act = graph.get_attr(str(self.called.target))
@@ -81,6 +82,13 @@ def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
     for trace in rules.traces:
         for graph in trace.graphs:
             yield from filter(None, (_site(rules, trace, node, last) for node in graph.nodes))
+    flow = rules.flow
+    for module in flow.model.modules():
+        if isinstance(module, nn.GroupNorm) and not flow.calls(module):
+            for owner in [o for o in flow.untraced(module) if id(o) in flow.failed][:1]:
+                where, why = type(owner).__name__, flow.failed[id(owner)]
+                reason = f"torch.fx cannot trace {where} ({why})"
+                yield GroupNormSite(name=flow.names[id(module)], module=module, reason=reason)
 
 
 def _site(rules: Rules, trace: Trace, call: fx.Node, alone: bool) -> GroupNormSite | None:

@@ -263,3 +263,17 @@ def test_later_changes_count() -> None:
     assert seen == [x.shape]
     model[1] = nn.Tanh()
     torch.testing.assert_close(model(x), T.group_norm(x, 2, eps=0.1).tanh())
+
+
+class Untraced(Block):
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return self.act(self.norm(x)) if len(rest) == 0 else x
+
+
+def test_a_norm_in_a_forward_that_cannot_be_traced_has_a_line() -> None:
+    model = nn.Sequential(Untraced(), Untraced())
+    report = fusedtrain.convert(model, torch.randn(2, 4, 3, 3))
+    assert [left.name for left in report.left] == ["0.norm", "1.norm"]
+    assert {left.reason for left in report.left} == {
+        "torch.fx cannot trace Untraced (TypeError: its forward takes the length of a tensor)"
+    }
