@@ -217,7 +217,9 @@ class Effects:
         if "forward" not in vars(module) and _is_familiar(form):
             return _familiar(form)
         traced = self.flow.trace_of(module) or trace(module, self.flow.modes)
-        return None if isinstance(traced, str) else self._summary_of(traced)
+        if isinstance(traced, str) or traced.usual is not None:
+            return None
+        return self._summary_of(traced)
 
     def _summary_of(self, owner: Trace) -> _Summary:
         total = _Summary()

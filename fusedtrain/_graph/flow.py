@@ -23,7 +23,15 @@ from torch import fx, nn
 from .forward import has_foreign_forward
 from .intercept import Reads, intercepting
 from .modules import is_container, is_scripted
-from .optional import asks_results, looks_at, optional_of, trials
+from .optional import (
+    Usual,
+    asks_results,
+    looks_at,
+    optional_of,
+    trials,
+    usual_of,
+    without_checks,
+)
 from .report import shown
 from .state import State, is_opaque
 from .tracer import (
@@ -67,7 +75,8 @@ class Trace:
     `inexact` says why a graph cannot take the place of the forward, "" where it can. If that is
     its mode of training alone (`by_training`), the first graph is that of training, the second that
     of evaluation. If that is the truth of values alone, `ways` has the graph of each row of
-    answers, in the order in which the forward asks.
+    answers, in the order in which the forward asks. If it is optional arguments, `usual` has the
+    calls whose graphs these are.
     """
 
     module: nn.Module
@@ -75,6 +84,7 @@ class Trace:
     inexact: str = ""
     by_training: bool = False
     ways: dict[tuple[bool, ...], fx.Graph] = field(default_factory=dict)
+    usual: Usual | None = None
     partial: bool = False  # ways are missing
     lists: bool = False  # it goes through lists, which have two items here
     bypassed: set[int] = field(default_factory=set)  # ids of modules called by their `forward`
@@ -98,7 +108,12 @@ class Trace:
     @property
     def is_known(self) -> bool:
         """Whether the forward does what its graphs do, and nothing else."""
-        return not self.inexact or self.by_training or bool(self.ways)
+        return not self.inexact or self.by_training or bool(self.ways) or self.usual is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the graphs are of all ways and calls."""
+        return not (self.partial or self.lists or self.usual)
 
     @staticmethod
     def is_kept(node: fx.Node) -> bool:
@@ -159,10 +174,11 @@ def _trace_once(
     choices: Choices,
     mode: Mode,
     defaults: dict[str, Any],
+    extras: bool = True,
 ) -> tuple[fx.Graph, Tracer]:
     """One way through a forward, and the tracer, which knows what makes it one of several."""
     root_training, children, gradients = mode
-    (clone, originals), tracer, watch = _clone(module), Tracer(choices), Watch()
+    (clone, originals), tracer, watch = _clone(module), Tracer(choices, extras), Watch()
     forward = type(module).forward
     for part in clone.modules():
         if not is_scripted(part):
@@ -222,7 +238,8 @@ def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str
                 result = Trace(module)
                 result.add(*_trace_once(module, Choices(), modes[0], {}))
                 return result
-            return _trace_all(module, optional_of(forward), modes)
+            usual = _trace_usual(module, modes)
+            return usual or _trace_all(module, optional_of(forward), modes)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -304,6 +321,54 @@ def _trace_all(
             result.graphs = [by_mode[True][0], by_mode[False][0]]
     if not result.inexact and asks:
         result.inexact = "its forward asks whether a call returns None"
+    return result
+
+
+def _may_be_none(trace: Trace, node: fx.Node) -> bool:
+    """Whether a value may be None, which its stand-in is not; those of torch's layers are not."""
+    callee = trace.callee(node)
+    if callee is not None:
+        tuples = isinstance(callee, (nn.MultiheadAttention, nn.RNNBase))
+        return tuples or not type(callee).__module__.startswith("torch.nn.modules.")
+    of_list = node.target is operator.getitem and not isinstance(node.args[1], tuple)
+    return of_list or node.target is getattr
+
+
+def _trace_usual(module: nn.Module, modes: tuple[Mode, ...]) -> Trace | None:
+    """The graphs of a forward for usual calls; None where they are those of all calls, or where
+    they depend on more than the mode of training."""
+    usual = usual_of(type(module).forward)
+    if usual is None:
+        return None
+    optional, reads = optional_of(type(module).forward), Reads()
+    if _is_indifferent(module, optional, modes, {}, reads):
+        return None
+    result, by_mode = Trace(module), dict[bool | None, set[int]]()
+    chosen, graphs = _Modes(modes), dict[bool | None, fx.Graph]()
+    for mode in chosen:
+        try:
+            graph, tracer = _trace_once(module, Choices(), mode, usual.defaults, extras=False)
+        except Exception:
+            return None
+        if tracer.guessed or tracer.choices.made:
+            return None
+        without_checks(graph)
+        graphs[mode[0]] = result.add(graph, tracer)
+        by_mode.setdefault(mode[0], set()).add(id(graphs[mode[0]]))
+        chosen.asked |= tracer.asks_mode
+    code = getattr(type(module).forward, "__code__", None)
+    prints = code is None or "print" in code.co_names
+    if prints or any(len(ids) > 1 for ids in by_mode.values()):
+        return None
+    nodes = (node for graph in result.graphs for node in graph.nodes)
+    if asks_results(type(module)) and any(_may_be_none(result, node) for node in nodes):
+        return None
+    if len(result.graphs) > 1:
+        if set(graphs) != {True, False}:
+            return None
+        result.by_training, result.graphs = True, [graphs[True], graphs[False]]
+    result.reads.update(reads)
+    result.inexact, result.usual = "its forward has optional arguments", usual
     return result
 
 
@@ -415,7 +480,7 @@ class Flow:
 
     def _add(self, module: nn.Module) -> None:
         result = trace(module, self.modes)
-        if isinstance(result, Trace) and self.whole and (result.partial or result.lists):
+        if isinstance(result, Trace) and self.whole and not result.is_whole:
             result = result.inexact
         if isinstance(result, str):
             self.failed[id(module)] = result
@@ -443,5 +508,5 @@ class Flow:
 
     def untraced(self, module: nn.Module) -> list[nn.Module]:
         """Modules that may call this one, a child of theirs, and have no trace."""
-        owners = self._owners.get(id(module), [])
-        return [owner for owner in owners if id(owner) not in self._traces]
+        traces = ((owner, self.trace_of(owner)) for owner in self._owners.get(id(module), []))
+        return [owner for owner, trace in traces if trace is None or trace.usual]

@@ -218,10 +218,15 @@ class Rewritten(Replacement):
         if self.recomputes and not is_fx_tracing():
             plan = self.recomputes if isinstance(self.recomputes, MemoryPlan) else None
             if plan is not None and self._takes_shortcuts():
-                return function(module, *args, **kwargs)
+                return self._called(function, module, *args, **kwargs)
             with recompute(plan):
-                return function(module, *args, **kwargs)
-        return function(module, *args, **kwargs)
+                return self._called(function, module, *args, **kwargs)
+        return self._called(function, module, *args, **kwargs)
+
+    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The value of a forward; of the stock one where the generated one declines the call."""
+        value = function(*args, **kwargs)
+        return self.stock(*args, **kwargs) if value is NotImplemented else value
 
     def _takes_shortcuts(self) -> bool:
         """Whether a part in eval mode takes torch's fast path, which a plan would switch off."""

@@ -1,8 +1,12 @@
-"""Whether a forward does the same whatever its optional arguments are.
+"""Whether a forward does the same whatever its optional arguments are, and otherwise the calls for
+which it is traced.
 
 torch.fx cannot be asked whether `mask is None`: for a stand-in it is not. So a forward is traced
 with stand-ins and with values in their place. Where the two graphs are equal once the values stand
 in the first one, too, the forward hands the argument on and does not look at it.
+
+A forward that looks at it is traced for usual calls: optional arguments have their defaults, and
+there are no more of them.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import dis
 import inspect
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -26,6 +30,68 @@ def optional_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
     known = {p.name: p.default for p in parameters if p.default is not p.empty}
     asked, _ = _asked(inspect.unwrap(forward))
     return known | {p.name: None for p in parameters if p.default is p.empty and p.name in asked}
+
+
+class Usual(NamedTuple):
+    """Calls of a forward with its optional arguments left out. `signature` and `condition` are
+    Python, as is `names`: the arguments that a graph has; `defaults` those that may be left out."""
+
+    signature: str
+    condition: str
+    names: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    def entered(self, source: str) -> str:
+        """A forward that hands usual calls to the one of this source, and declines others."""
+        before, _, last = source.rpartition("def forward(")
+        return (
+            f"{before}def _usual({last}\n"
+            f"def forward{self.signature}:\n"
+            f"    if not ({self.condition}):\n"
+            "        return NotImplemented\n"
+            f"    return _usual({', '.join(('self', *self.names))})\n"
+        )
+
+
+def usual_of(forward: Callable[..., Any]) -> Usual | None:
+    """The usual calls of a forward; None if it has no optional arguments, or defaults that are no
+    plain values."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    names: list[str] = []
+    asked, _ = _asked(inspect.unwrap(forward))
+    conditions, defaults = [], dict[str, Any]()
+    for p in parameters:
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            conditions.append(f"not {p.name}")
+            continue
+        if p.kind is not p.POSITIONAL_OR_KEYWORD:
+            return None
+        names.append(p.name)
+        if p.default is not p.empty:
+            if p.default is not None and type(p.default) not in (bool, int, float, str):
+                return None
+            defaults[p.name] = p.default
+            kind = type(p.default).__name__
+            is_one = p.default is None or isinstance(p.default, bool)
+            same = f"{p.name} is {p.default!r}"
+            same = same if is_one else f"type({p.name}) is {kind} and {p.name} == {p.default!r}"
+            conditions.append(same)
+        elif p.name in asked:
+            conditions.append(f"{p.name} is not None")
+    if not conditions or any(isinstance(v, float) and v - v != 0 for v in defaults.values()):
+        return None
+    bare = [p.replace(annotation=p.empty) for p in parameters]
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = str(inspect.Signature([first, *bare]))
+    return Usual(signature, " and ".join(conditions), tuple(names), defaults)
+
+
+def without_checks(graph: fx.Graph) -> None:
+    """Erases the checks that fx makes of known values, and arguments of any number."""
+    for node in reversed(graph.nodes):
+        extra = node.op == "placeholder" and str(node.target).startswith("*")
+        if extra or (not node.users and _is_check(node)):
+            graph.erase_node(node)
 
 
 def asks_results(module: type) -> bool:

@@ -79,8 +79,9 @@ class Tracer(fx.Tracer):
     # So that a forward which updates a buffer in place updates nothing here.
     proxy_buffer_attributes = True
 
-    def __init__(self, choices: Choices | None = None) -> None:
+    def __init__(self, choices: Choices | None = None, extras: bool = True) -> None:
         super().__init__()
+        self.extras = extras  # whether arguments of any number are stand-ins, or empty
         self.choices = Choices() if choices is None else choices
         self.guessed = ""
         self.lists = False  # whether the forward goes through lists of any length
@@ -96,6 +97,8 @@ class Tracer(fx.Tracer):
 
     def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
         forward, arguments = super().create_args_for_root(*args, **kwargs)
+        if not self.extras:
+            arguments = [_emptied(argument) for argument in arguments]
         seen = self.seen
 
         def seeing(*args: Any, **kwargs: Any) -> Any:
@@ -185,6 +188,14 @@ class Tracer(fx.Tracer):
         if set(flat) != {torch.Tensor}:
             self.guessed = "its forward asks for the type of its input"
         return (torch.Tensor in flat) == self.kinds[obj.node]
+
+
+def _emptied(argument: Any) -> Any:
+    """No arguments in the place of the stand-in for any number of them."""
+    target = str(argument.node.target) if isinstance(argument, fx.Proxy) else ""
+    if not target.startswith("*"):
+        return argument
+    return {} if target.startswith("**") else ()
 
 
 def _registered(module: nn.Module, path: str) -> Any:

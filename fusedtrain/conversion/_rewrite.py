@@ -157,7 +157,11 @@ class Edit:
             assert not reason, reason
         if self.trace.ways:
             return woven({a: (edited[g], sources[g]) for a, g in self.trace.ways.items()})
-        return joined(*sources.values()) if self.trace.by_training else sources[graphs[0]]
+        source, imports, _ = (
+            joined(*sources.values()) if self.trace.by_training else sources[graphs[0]]
+        )
+        usual = self.trace.usual
+        return source if usual is None else usual.entered(source), imports, ""
 
     def _edited(self, original: fx.Graph) -> fx.Graph:
         copy = Copy(original)

@@ -221,8 +221,8 @@ def pass_seconds(
     model: nn.Module, example: Any, modes: Iterable[str], dtype: torch.dtype | None
 ) -> dict[str, list[float]]:
     """Times of forward and backward on copies, in turns, under autocast to `dtype`: as it is
-    ("now") and converted with each `memory`, or with dropout fused ("dropout"). The median, and the least gain that is sure: how many
-    times as long the stock model takes."""
+    ("now") and converted with each `memory`, or with dropout fused ("dropout"). The median, and the
+    least gain that is sure: how many times as long the stock model takes."""
     first = next(model.parameters())
     if sum(p.nbytes for p in model.parameters()) > _MOST:
         return {}
