@@ -192,6 +192,7 @@ void run_bias_act(const Call& call, double* shares, void* sums, void* stream) {
   if constexpr (std::is_same_v<Call, BiasActForward>) {
     a = call.x, b = call.y, c = call.residual;
     adds = c != nullptr;
+    // equal (never): kernels of any formula add it, too, and slower
     drops_and_adds = adds && call.op == op_identity && call.seed != nullptr;
   } else {
     a = call.grad, b = call.saved, c = call.grad_input;
