@@ -35,6 +35,9 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "batch_norm_act": lambda x: F.batch_norm_act(
         x, None, None, VECTOR, training=True, activation="silu", residual=x * 2
     ),
+    "layer_norm": lambda x: F.layer_norm(x, [5], VECTOR.new_ones(5), residual=x * 2)[0],
+    "rms_norm": lambda x: F.rms_norm(x, [5], VECTOR.new_ones(5)),
+    "layer_norm_channels": lambda x: F.layer_norm_channels(x, VECTOR, VECTOR),
     "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1),
     "mean": lambda x: F.mean(x, (2, 3)),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
