@@ -16,8 +16,8 @@ template <class S>
 constexpr int kMostOfThread = sizeof(S) == 8 ? 8 : 16;
 template <class S>
 constexpr int kMostElements = kMostThreads * kMostOfThread<S>;
-constexpr int kFarThreads = 128;    // of far_forward_kernel and far_backward_kernel
-constexpr int kChunk = 64;          // elements that a thread adds up in the type computed in
+constexpr int kFarThreads = 128;     // of far_forward_kernel and far_backward_kernel
+constexpr int kChunk = 64;           // elements that a thread adds up in the type computed in
 constexpr int64_t kRowsAShare = 16;  // at least
 
 // In all threads: the sum over the block. Any number of whole warps.

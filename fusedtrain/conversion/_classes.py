@@ -1,5 +1,5 @@
-"""Modules that change class, activations of torch and timm, max pooling and depthwise convolutions,
-and the reasons for which such a module stays."""
+"""Modules that change class, activations of torch and timm, RMS norm, max pooling and depthwise
+convolutions, and the reasons for which such a module stays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ..ops.depthwise import is_measured
 from ._rules import unlike
 
 _TORCH_ACTIVATIONS = "torch.nn.modules.activation"
-_TORCH_FILES = (_TORCH_ACTIVATIONS, "torch.nn.modules.pooling")
+_TORCH_FILES = (
+    _TORCH_ACTIVATIONS, "torch.nn.modules.normalization", "torch.nn.modules.pooling",
+)  # fmt: skip
 _TIMM_ACTIVATIONS = "timm.layers.activations"
 
 # In torch.nn.modules.activation, but no pointwise functions: not worth a line in the report.

@@ -109,7 +109,8 @@ def row_norm_backward(
     means = mean if mean.numel() else None
     tensors = (grad, grad_sum, input, weight, means, rstd)
     wide: Any = [None if t is None else t.double() for t in tensors]
-    grad_input, *affine = gradients(*wide, start_dim, end_dim)
+    g, more, x, scale, center, inverse = wide
+    grad_input, *affine = gradients(g, more, x, scale, center, inverse, start_dim, end_dim)
     none = torch.empty(0, dtype=wide_of(input), device=input.device)
     of_weight, of_bias = (
         t.to(none.dtype) if needed else none.clone()

@@ -24,7 +24,7 @@ BATCH_NORMS = {f"BatchNormAct{n}d": f"BatchNorm{n}d" for n in (1, 2, 3)}
 SAME = [
     "CELU", "Dropout", "ELU", "GELU", "GLU", "Hardshrink", "Hardsigmoid", "Hardswish", "Hardtanh",
     "LeakyReLU", "LogSigmoid", "MaxPool2d", "Mish", "PReLU", "ReLU", "ReLU6", "SELU", "SiLU",
-    "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
+    "RMSNorm", "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
 ]  # fmt: skip
 REPLACES = {**{name: name for name in SAME}, **BATCH_NORMS}
 NAMES = list(REPLACES)
@@ -101,7 +101,7 @@ def test_every_module_of_torch_is_here() -> None:
         public |= {name for b in bases if getattr(nn, b.__name__, None) is b is not nn.Module}
     # torch's samples are depthwise in few cases only: test_depthwise.py has more.
     depthwise = {f"DepthwiseConv{n}d" for n in (1, 2, 3)}
-    assert public == {*NAMES, *depthwise}
+    assert public == {*NAMES, *depthwise, "LayerNorm2d"}  # timm's, a subclass of nn.LayerNorm
     assert not unknown_keys("modules", (f"{check}/{name}" for check in CHECKS for name in NAMES))
 
 
