@@ -13,14 +13,14 @@ namespace {
 
 constexpr int64_t kFlush = 64;           // blocks whose sums are added up in the type computed in
 constexpr int64_t kMostTasks = 32;       // that each have a share of sums
-constexpr int64_t kTileBytes = 1 << 17;  // of a tile, which stays in the second-level cache
+constexpr int64_t kTileBytes = 1 << 18;  // of a tile, which stays in the second-level cache
 
 // How a call is cut: units are blocks, or tiles where the elements of a block are not neighbours.
 struct NormCut {
   int64_t width, pieces, units, units_a_task;
 
   explicit NormCut(const RowNorm& call) {
-    const int64_t bytes = call.dtype == Dtype::kFloat64 ? 8 : 4;
+    const int64_t bytes = call.dtype == Dtype::kFloat64 ? 8 : call.dtype == Dtype::kFloat32 ? 4 : 2;
     width = kTileBytes / bytes / std::max<int64_t>(call.n, 1) / kNormStep * kNormStep;
     width = call.inner == 1 ? 1 : std::min(std::max<int64_t>(width, kNormStep), kNormWidth);
     pieces = (call.inner + width - 1) / width;

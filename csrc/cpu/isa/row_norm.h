@@ -202,16 +202,21 @@ struct TileStatistics {
   alignas(64) T mean[kNormWidth + kStep] = {}, rstd[kNormWidth + kStep] = {};
 };
 
-// totals[] += what f(k, i, part, lanes) adds over the n elements of each of `width` blocks.
+// totals[] and seconds[] += what f(k, i, part, lanes, others) adds over the n elements of each of
+// `width` blocks.
 template <class T, class F>
-FT_METHOD void column_sums(int64_t n, int64_t width, double* totals, const F& f) {
+FT_METHOD void column_sums(int64_t n, int64_t width, double* totals, double* seconds, const F& f) {
   for (int64_t begin = 0; begin < n; begin += kNormChunk / kStep) {
-    alignas(64) T sums[kNormWidth + kStep] = {};
+    TileStatistics<T> sums;
     const int64_t end = smaller(n, begin + kNormChunk / kStep);
     for (int64_t k = begin; k < end; ++k)
-      each_step(width, [&](int64_t i, auto part)
-                           __attribute__((always_inline)) { f(k, i, part, sums + i); });
-    for (int64_t i = 0; i < width; ++i) totals[i] += double(sums[i]);
+      each_step(width, [&](int64_t i, auto part) __attribute__((always_inline)) {
+        f(k, i, part, sums.mean + i, sums.rstd + i);
+      });
+    for (int64_t i = 0; i < width; ++i) {
+      totals[i] += double(sums.mean[i]);
+      seconds[i] += double(sums.rstd[i]);
+    }
   }
 }
 
@@ -231,35 +236,29 @@ FT_METHOD void norm_tile(const RowNormForward& call, const T* weight, const T* b
     x = sum;
   }
   TileStatistics<T> t;
+  double squares[kNormWidth] = {}, distances[kNormWidth] = {};
   if constexpr (kCentered) {
     double totals[kNormWidth] = {};
-    column_sums<T>(n, width, totals,
-                   [&](int64_t k, int64_t i, auto part, T* lanes) __attribute__((always_inline)) {
-                     const In<Format> in(x + k * inner + i, part);
+    column_sums<T>(n, width, totals, squares,
+                   [&](int64_t k, int64_t i, auto part, T* lanes, T*)
+                       __attribute__((always_inline)) {
+                         const In<Format> in(x + k * inner + i, part);
 #pragma GCC ivdep
-                     for (int lane = 0; lane < kStep; ++lane) lanes[lane] += in.lane[lane];
-                   });
+                         for (int lane = 0; lane < kStep; ++lane) lanes[lane] += in.lane[lane];
+                       });
     for (int64_t i = 0; i < width; ++i) t.mean[i] = T(totals[i] / double(n));
   }
-  double squares[kNormWidth] = {};
-  column_sums<T>(n, width, squares,
-                 [&](int64_t k, int64_t i, auto part, T* lanes) __attribute__((always_inline)) {
-                   const In<Format> in(x + k * inner + i, part);
+  column_sums<T>(n, width, distances, squares,
+                 [&](int64_t k, int64_t i, auto part, T* lanes, T* others)
+                     __attribute__((always_inline)) {
+                       const In<Format> in(x + k * inner + i, part);
 #pragma GCC ivdep
-                   for (int lane = 0; lane < kStep; ++lane) {
-                     const T distance = in.lane[lane] - t.mean[i + lane];
-                     lanes[lane] += distance * distance;
-                   }
-                 });
-  double distances[kNormWidth] = {};
-  if constexpr (kCentered)
-    column_sums<T>(n, width, distances,
-                   [&](int64_t k, int64_t i, auto part, T* lanes) __attribute__((always_inline)) {
-                     const In<Format> in(x + k * inner + i, part);
-#pragma GCC ivdep
-                     for (int lane = 0; lane < kStep; ++lane)
-                       lanes[lane] += in.lane[lane] - t.mean[i + lane];
-                   });
+                       for (int lane = 0; lane < kStep; ++lane) {
+                         const T distance = in.lane[lane] - t.mean[i + lane];
+                         if (kCentered) lanes[lane] += distance;
+                         others[lane] += distance * distance;
+                       }
+                     });
   TileStatistics<T> off;
   for (int64_t i = 0; i < width; ++i) {
     const int64_t block = row * inner + place + i;
