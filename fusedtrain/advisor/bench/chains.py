@@ -1,4 +1,4 @@
-"""Chains of pointwise operators, and norms of rows: fusedtrain's call, eager torch's, and the gate."""
+"""Chains of pointwise operators, norms of rows: fusedtrain's call, eager torch's, and the gate."""
 
 from __future__ import annotations
 
@@ -64,6 +64,10 @@ def _residual(r: Tensor, x: Tensor, gamma: Tensor, keep: Tensor) -> Tensor:
     return r + x * gamma * keep.view(-1, 1, 1)
 
 
+def _first(results: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return results if isinstance(results, Tensor) else results[0]
+
+
 def _norm_of_channels(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     y = T.layer_norm(x.movedim(1, -1), [96], w, b, 1e-6).movedim(-1, 1)
     return y.contiguous() if x.is_contiguous() else y
@@ -116,13 +120,13 @@ CHAINS = {
         image=True,
     ),
     "rms_norm": Chain(
-        lambda x, w: F.rms_norm(x, [4096], w),
+        lambda x, w: _first(F.rms_norm(x, [4096], w)),
         lambda x, w: T.rms_norm(x, [4096], w),
         lambda n: (_tokens(n), (4096,)),
         (2, 3),
     ),
     "add_layer_norm": Chain(
-        lambda x, r, w, b: F.layer_norm(x, [4096], w, b, residual=r)[0],
+        lambda x, r, w, b: _first(F.layer_norm(x, [4096], w, b, residual=r)),
         lambda x, r, w, b: T.layer_norm(x + r, [4096], w, b),
         lambda n: (_tokens(n), _tokens(n), (4096,), (4096,)),
         (4, 3),
