@@ -261,7 +261,7 @@ struct Far {
 };
 
 template <class S, bool kColumns>
-__global__ void __launch_bounds__(kFarThreads)
+__global__ void __launch_bounds__(kFarThreads, 1)
     far_forward_kernel(const RowNormForward c, typename Compute<S>::T inverse) {
   using T = typename Compute<S>::T;
   __shared__ T scratch[kFarThreads / kWarp];
@@ -295,7 +295,7 @@ __global__ void __launch_bounds__(kFarThreads)
 }
 
 template <class S, bool kColumns>
-__global__ void __launch_bounds__(kFarThreads)
+__global__ void __launch_bounds__(kFarThreads, 1)
     far_backward_kernel(const RowNormBackward c, typename Compute<S>::T inverse) {
   using T = typename Compute<S>::T;
   __shared__ T scratch[kFarThreads / kWarp];

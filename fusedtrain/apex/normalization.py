@@ -1,5 +1,8 @@
 """The names of ``apex.normalization``: norms of rows of this package. Under autocast their dtypes
-are those of torch's norms."""
+are those of torch's norms.
+
+``memory_efficient`` is accepted, and without effect: backward keeps the input, Apex's the output.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import functional as F
+from ..nn.layer_norm import RMSNorm
 
 __all__ = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
 
 
 class FusedLayerNorm(nn.LayerNorm):
     """:class:`torch.nn.LayerNorm` with the arguments of Apex's class.
-
-    Args:
-        normalized_shape, eps, elementwise_affine: of :class:`torch.nn.LayerNorm`.
-        memory_efficient: without effect; here backward keeps the input. Apex's keeps the output.
 
     Example:
         >>> import torch
@@ -30,7 +30,6 @@ class FusedLayerNorm(nn.LayerNorm):
         memory_efficient: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         shape: Any = self.normalized_shape
@@ -38,12 +37,8 @@ class FusedLayerNorm(nn.LayerNorm):
         return output
 
 
-class FusedRMSNorm(nn.RMSNorm):
+class FusedRMSNorm(RMSNorm):
     """:class:`torch.nn.RMSNorm` with the arguments of Apex's class, whose `eps` is 1e-5.
-
-    Args:
-        normalized_shape, eps, elementwise_affine: of :class:`torch.nn.RMSNorm`.
-        memory_efficient: without effect; here backward keeps the input. Apex's keeps the output.
 
     Example:
         >>> import torch
@@ -56,21 +51,10 @@ class FusedRMSNorm(nn.RMSNorm):
         memory_efficient: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
-
-    def forward(self, input: Tensor) -> Tensor:
-        shape: Any = self.normalized_shape
-        output: Any = F.rms_norm(input, shape, self.weight, self.eps)
-        return output
-
-
-def _to_weight(module: Any, input: Tensor) -> Tensor:
-    """The input in the dtype of the weight, which the output of Apex's mixed classes has."""
-    return input.to(module.weight.dtype)
 
 
 class MixedFusedLayerNorm(FusedLayerNorm):
-    """:class:`FusedLayerNorm` whose output has the dtype of its parameters. It always has these.
+    """:class:`FusedLayerNorm` with parameters, whose dtype the output has.
 
     Example:
         >>> import torch
@@ -79,14 +63,14 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     """
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps, True, bool(kwargs.get("memory_efficient")))
+        super().__init__(normalized_shape, eps, **{**kwargs, "elementwise_affine": True})
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(_to_weight(self, input))
+        return super().forward(input.to(self.weight.dtype))
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """:class:`FusedRMSNorm` whose output has the dtype of its weight. It always has one.
+    """:class:`FusedRMSNorm` with a weight, whose dtype the output has.
 
     Example:
         >>> import torch
@@ -95,7 +79,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """
 
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps, True, bool(kwargs.get("memory_efficient")))
+        super().__init__(normalized_shape, eps, **{**kwargs, "elementwise_affine": True})
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(_to_weight(self, input))
+        return super().forward(input.to(self.weight.dtype))
