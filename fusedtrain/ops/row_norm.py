@@ -7,6 +7,7 @@ another in memory. Statistics have the input's shape, in which these dimensions 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -239,7 +240,8 @@ def rms_norm(
         input: [*, *normalized_shape].
         normalized_shape: the last dimensions.
         weight: of that shape, in the input's dtype, or float32 beside 16 bits.
-        eps: None is the distance from 1 to the next number of the dtype of the math.
+        eps: None is torch's default: the eps of the dtype; for 16 bits of float32, or of the dtype,
+            as torch's release has it.
         residual: of the input's shape and dtype; others run in plain torch.
 
     Returns the norm, contiguous; with `residual` the norm and the sum.
@@ -259,6 +261,15 @@ def rms_norm(
     return _last_dims(input, residual, normalized_shape, weight, None, eps, False)
 
 
+@cache
+def _default_eps(dtype: torch.dtype) -> float:
+    """torch's own, which is that of the dtype, or of float32 for 16 bits: by the release."""
+    if dtype.itemsize == 2:
+        probe = torch_functional.rms_norm(torch.full((1,), 0.01, dtype=dtype, device="cpu"), (1,))
+        dtype = torch.float32 if probe.item() > 0.9 else dtype
+    return torch.finfo(dtype).eps
+
+
 def _last_dims(
     input: Tensor, residual: Tensor | None, shape: Any, weight: Tensor | None,
     bias: Tensor | None, eps: float | None, centered: bool,
@@ -269,7 +280,7 @@ def _last_dims(
         gains = _gains(kind if residual is None else f"{kind}, residual", input)
         if gains and _takes(input, residual, weight, bias, tuple(shape), centered):
             x = input.contiguous()
-            epsilon = torch.finfo(wide_of(x)).eps if eps is None else eps
+            epsilon = _default_eps(x.dtype) if eps is None else eps
             return _run(x, residual, weight, bias, dims - len(shape), dims - 1, epsilon, centered)
     total = input if residual is None else input + residual
     if centered:
