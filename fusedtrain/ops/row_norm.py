@@ -118,14 +118,15 @@ class RowNorm(torch.autograd.Function):
 _apply = apply_of(RowNorm)
 
 
-# Elements from which the kernels gain, of 16 bits and of more, by type of device; 0 elsewhere. On a
-# CPU (one thread of an AMD EPYC with AVX2, forward + backward, torch 2.13.0, 2026-11-29) torch's
-# layer norm is as fast in float32: 0.71 ms both for [1024, 768]. GPUs were not timed.
+# Elements from which the kernels are taken, of 16 bits and of more, by type of device; 0 elsewhere.
+# On a CPU torch's layer norm is as fast in float32 (0.71 ms both for [1024, 768], one thread of an
+# AMD EPYC with AVX2, forward + backward, torch 2.13.0, 2026-11-29). In 16 bits it adds up the
+# gradients of 16-bit weights in 16 bits: 5 % off for 3,136 rows. GPUs were not timed.
 _NEVER = 2**62
 _LEAST = {
-    ("cpu", "layer_norm"): (2**18, _NEVER),
-    ("cpu", "layer_norm, residual"): (2**17, 2**19),
-    ("cpu", "layer_norm_channels"): (2**15, 2**15),
+    ("cpu", "layer_norm"): (0, _NEVER),
+    ("cpu", "layer_norm, residual"): (0, 2**19),
+    ("cpu", "layer_norm_channels"): (0, 2**15),
     ("cuda", "layer_norm"): (_NEVER, _NEVER),
 }
 
