@@ -35,6 +35,7 @@ from .ops.gated import *  # noqa: F403
 from .ops.group_norm import *  # noqa: F403
 from .ops.images import *  # noqa: F403
 from .ops.pool import *  # noqa: F403
+from .ops.row_norm import *  # noqa: F403
 from .ops.scale_add import *  # noqa: F403
 from .reference import activations as _reference
 

@@ -50,6 +50,7 @@ _TRAFFIC = "kernel_traffic: passes_and_launches"
 TESTS = {
     "batch_norm": _NORMS,
     **dict.fromkeys(("gated", "scale_add", "bias_act", "channels"), _CHAINS),
+    "row_norm": f"row_norm_kernels\n{_TRAFFIC}[row_norm",
     "channelwise": f"activation_kernels\n{_TRAFFIC}[channelwise",
     "depthwise": f"depthwise_kernels\n{_TRAFFIC}[depthwise_conv",
     "divisor": "depthwise_kernels\npool_kernels",

@@ -34,6 +34,10 @@ TRAFFIC = {
     "batch_norm restore": Traffic(2, 2, 1),
     "gated forward": Traffic(3, 3, 1),
     "gated backward": Traffic(5, 5, 1),
+    "row_norm forward": Traffic(2, 2, 1),
+    "row_norm backward": Traffic(
+        3, 4.5, 2, "threads read their row's statistics from the caches; shares of 16 rows each"
+    ),
     "scale_add forward": Traffic(2, 2, 1),
     "scale_add backward": Traffic(3, 3, 2),
     "bias_act forward": Traffic(2, 2, 1),

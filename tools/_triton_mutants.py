@@ -96,6 +96,7 @@ few_bit: special_inputs[triton
     "optimizer_rules": _OF_RULE,
     "pointwise": f"activation_kernels: a_grid bounds backward_with\n{_CHAINS}",
     "pool": "triton_pool",
+    "row_norm": "row_norm_kernels",
     "scaling": "optimizer_gpu_kernels: zero update_scale",
     "split_weights": f"{_SPLIT}{_WRITES}",
     "state_codes": _CODES,

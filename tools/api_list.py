@@ -28,6 +28,7 @@ MODULES = (
     "fusedtrain.advisor.tuning",
     "fusedtrain.apex.fp16_utils",
     "fusedtrain.apex",
+    "fusedtrain.apex.normalization",
     "fusedtrain.apex.optimizers",
     "fusedtrain.apex.parallel",
     "fusedtrain.apex.larc",

@@ -5,6 +5,7 @@
 #include "../ops/channelwise.h"
 #include "../ops/depthwise.h"
 #include "../ops/optimizers.h"
+#include "../ops/row_norm.h"
 #include "../ops/scale_add.h"
 #include "checks.h"
 
@@ -59,6 +60,7 @@ struct Backend {
   void run(ChannelwiseBackward call) const { sum(call, cuda::channelwise_shares(call)); }
   void run(ScaleBackward call) const { sum(call, call.x ? cuda::chain_shares(call.shape) : 0); }
   void run(DepthwiseBackward call) const { sum(call, cuda::depthwise_shares(call)); }
+  void run(RowNormBackward call) const { sum(call, cuda::row_norm_shares(call)); }
   // The kernel always sums; without a bias it sums into the workspace.
   void run(BiasActBackward call) const {
     const int64_t sums = call.grad_bias ? 0 : call.shape.samples * call.shape.channels;

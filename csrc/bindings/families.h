@@ -16,4 +16,5 @@
 #include "images.h"
 #include "optimizers.h"
 #include "pool.h"
+#include "row_norm.h"
 #include "scale_add.h"

@@ -6,6 +6,7 @@
 ``apex.optimizers``                 :mod:`fusedtrain.apex.optimizers`
 ``apex.amp``                        :mod:`fusedtrain.apex.amp`
 ``apex.fp16_utils``                 :mod:`fusedtrain.apex.fp16_utils`
+``apex.normalization``              :mod:`fusedtrain.apex.normalization`
 ``apex.multi_tensor_apply``         :mod:`fusedtrain.apex.multi_tensor_apply` (not available)
 ==================================  ==========================================================
 
@@ -21,7 +22,8 @@ from typing import Any
 
 from .install import install_apex
 
-_MODULES = ("amp", "fp16_utils", "larc", "multi_tensor_apply", "optimizers", "parallel")
+_MODULES = ("amp", "fp16_utils", "larc", "multi_tensor_apply", "normalization", "optimizers",
+            "parallel")  # fmt: skip
 
 __all__ = ["install_apex"]
 

@@ -19,6 +19,8 @@ _TARGETS = {
     "apex.amp": "fusedtrain.apex.amp",
     "apex.fp16_utils": "fusedtrain.apex.fp16_utils",
     "apex.multi_tensor_apply": "fusedtrain.apex.multi_tensor_apply",
+    "apex.normalization": "fusedtrain.apex.normalization",
+    "apex.normalization.fused_layer_norm": "fusedtrain.apex.normalization",
     "apex.optimizers": "fusedtrain.apex.optimizers",
     "apex.parallel": "fusedtrain.apex.parallel",
     "apex.parallel.LARC": "fusedtrain.apex.larc",
@@ -126,9 +128,10 @@ def install_apex() -> ModuleType:
     """Makes ``import apex`` find a stand-in: the parts of Apex in :mod:`fusedtrain.apex`.
 
     The modules are apex, apex.amp, apex.fp16_utils, apex.multi_tensor_apply (not available),
-    apex.optimizers, apex.parallel and apex.parallel.LARC. Importing another module of apex raises
-    ModuleNotFoundError, which names these. The stand-in exists only in a process that calls this
-    function; ``python -m fusedtrain.apex`` also installs it in processes of multiprocessing.
+    apex.normalization, apex.optimizers, apex.parallel and apex.parallel.LARC. Importing another
+    module of apex raises ModuleNotFoundError, which names these. The stand-in exists only in a
+    process that calls this function; ``python -m fusedtrain.apex`` also installs it in processes of
+    multiprocessing.
 
     Returns:
         the module apex; the same module at every call.

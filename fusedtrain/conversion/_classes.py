@@ -1,5 +1,5 @@
-"""Modules that change class, activations of torch and timm, max pooling, dropout and depthwise
-convolutions, and the reasons for which such a module stays."""
+"""Modules that change class (activations of torch and timm, RMS norm, max pooling, dropout and
+depthwise convolutions), and the reasons for which such a module stays."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ _TORCH: dict[type, type] = {
     for base in fused.__mro__[1:]
     if base.__module__ in _TORCH_FILES and base.__name__ == fused.__name__
 }
+_TORCH[nn.RMSNorm] = fused_nn.RMSNorm
 _CONVOLVE = "def forward(self, input):\n    return convolve(self, input)\n"
 _CONVOLUTION = "fusedtrain.nn.depthwise:convolve"
 _QUANTIZED = "quantised: the model runs on integers, in torch's kernels"

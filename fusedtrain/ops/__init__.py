@@ -17,6 +17,7 @@ from . import (  # each defines its ops
     images as images,
     optimizers as optimizers,
     pool as pool,
+    row_norm as row_norm,
     scale_add as scale_add,
 )
 from ._library import library

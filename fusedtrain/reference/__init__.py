@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "images": ("normalize_images",),
     "optimizers": ("measure_gradients", "try_update", "optimizer_step"),
     "pool": ("max_pool2d", "max_pool2d_backward"),
+    "row_norm": ("row_norm", "row_norm_backward"),
     "scale_add": ("scale_add", "scale_add_backward"),
     "scaling": ("update_scale", "zero_tensors"),
 }  # fmt: skip

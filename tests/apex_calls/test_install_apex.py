@@ -119,10 +119,9 @@ def test_what_it_has_not_is_said(tmp_path: Path) -> None:
         import importlib
         import fusedtrain, pytest
         apex = fusedtrain.apex.install_apex()
-        has = "amp, fp16_utils, multi_tensor_apply, optimizers, parallel"
+        has = "amp, fp16_utils, multi_tensor_apply, normalization, optimizers, parallel"
         for statement, name in {
-            "import apex.normalization": "apex.normalization",
-            "from apex.normalization import FusedLayerNorm": "apex.normalization",
+            "import apex.mlp": "apex.mlp",
             "from apex import contrib": "apex.contrib",
             "import apex.contrib.optimizers": "apex.contrib",
             "importlib.import_module('apex.RNN')": "apex.RNN",
@@ -133,7 +132,9 @@ def test_what_it_has_not_is_said(tmp_path: Path) -> None:
             assert str(raised.value) == want, str(raised.value)
         with pytest.raises(ImportError, match="no apex.parallel.Nothing; apex.parallel has: Dist"):
             from apex.parallel import Nothing
-        assert not hasattr(apex, "normalization")
+        assert not hasattr(apex, "mlp")
+        from apex.normalization.fused_layer_norm import FusedLayerNorm
+        assert FusedLayerNorm is apex.normalization.FusedLayerNorm
         try:
             import apexes
         except ModuleNotFoundError as error:

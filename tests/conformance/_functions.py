@@ -21,14 +21,16 @@ torch_functional: Any = torch.nn.functional
 
 NAMES = [
     "celu", "dropout", "elu", "gelu", "glu", "hardshrink", "hardsigmoid", "hardswish", "hardtanh",
-    "leaky_relu", "logsigmoid", "max_pool2d", "mish", "prelu", "relu", "relu6", "selu", "sigmoid",
-    "silu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink", "threshold",
+    "layer_norm", "leaky_relu", "logsigmoid", "max_pool2d", "mish", "prelu", "relu", "relu6",
+    "rms_norm", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh",
+    "tanhshrink", "threshold",
 ]  # fmt: skip
 INPLACE = [n for n in NAMES if "inplace" in inspect.signature(getattr(functional, n)).parameters]
 # batch_norm_act with an activation against the two functions of torch.
 ACTIVATED = [row.name for row in POINTWISE if row.name in NAMES]
 CASES = [*NAMES, "batch_norm", "group_norm", *(f"batch_norm+{name}" for name in ACTIVATED)]
-POINTWISE_NAMES = [n for n in NAMES if n not in ("dropout", "glu", "max_pool2d", "prelu")]
+_ELSE = ("dropout", "glu", "layer_norm", "max_pool2d", "prelu", "rms_norm")
+POINTWISE_NAMES = [n for n in NAMES if n not in _ELSE]
 
 
 def theirs_of(case: str) -> Callable[..., Any]:

@@ -79,7 +79,7 @@ def test_numbers(case: str, dtype: torch.dtype) -> None:
     judge(f"functions/numbers/{case}", differences, dtype)
 
 
-@pytest.mark.parametrize("case", [n for n in CASES if n != "dropout"])
+@pytest.mark.parametrize("case", [n for n in CASES if n not in ("dropout", "layer_norm")])
 def test_samples_reach_the_kernels(case: str) -> None:
     nodes = set()
     for sample in few_samples(case):

@@ -25,7 +25,7 @@ SAME = [
     "CELU", "Dropout", "ELU", "GELU", "GLU", "GroupNorm", "Hardshrink", "Hardsigmoid", "Hardswish",
     "Hardtanh",
     "LeakyReLU", "LogSigmoid", "MaxPool2d", "Mish", "PReLU", "ReLU", "ReLU6", "SELU", "SiLU",
-    "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
+    "RMSNorm", "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
 ]  # fmt: skip
 REPLACES = {**{name: name for name in SAME}, **BATCH_NORMS}
 NAMES = list(REPLACES)
@@ -102,7 +102,7 @@ def test_every_module_of_torch_is_here() -> None:
         public |= {name for b in bases if getattr(nn, b.__name__, None) is b is not nn.Module}
     # torch's samples are depthwise in few cases only: test_depthwise.py has more.
     depthwise = {f"DepthwiseConv{n}d" for n in (1, 2, 3)}
-    timm = {"GroupNormAct", "GroupNorm1Act"}  # arguments in another order
+    timm = {"GroupNormAct", "GroupNorm1Act", "LayerNorm2d"}  # other arguments than torch's
     assert public == {*NAMES, *depthwise, *timm}
     assert not unknown_keys("modules", (f"{check}/{name}" for check in CHECKS for name in NAMES))
 

@@ -31,6 +31,7 @@ TORCH_ARGUMENTS: dict[str, dict[str, Any]] = {
     "MaxPool2d": {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True},
     "Mish": {},
     "PReLU": {"num_parameters": 5, "init": 0.1},
+    "RMSNorm": {"normalized_shape": 5, "eps": 0.1},
     "ReLU": {},
     "ReLU6": {},
     "SELU": {},

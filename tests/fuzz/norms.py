@@ -1,4 +1,4 @@
-"""Programs that call batch norm, max pooling and the normalisation of images."""
+"""Programs that call norms, max pooling, means and the normalisation of images."""
 
 from __future__ import annotations
 
@@ -138,6 +138,34 @@ def mean(name: str, pick: Pick, context: Context) -> Call:
     theirs = "torch.mean" if name == "mean" else f"N.{name}"
     return Call(f"F.{name}(x, {listed})", f"{theirs}(x, {listed})", {"x": x}, ("x",),
                 backward=2.0)  # fmt: skip
+
+
+def row_norm(name: str, pick: Pick, context: Context) -> Call:
+    """A norm of the last dimensions, or over channels; some with a residual, or of sizes that run
+    our kernels."""
+    channels = name == "layer_norm_channels"
+    sizes = pick((2, 3, 6), (3, 5, 2, 4), (64, 600) if not channels else (2, 8, 40, 60))
+    if context.mode != "gradient":
+        sizes = sizes if len(sizes) == 3 else (3, 5, 2, 4)
+    dims = 1 if channels or len(sizes) == 2 else pick(1, 2)
+    normalised = sizes[1:2] if channels else sizes[-dims:]
+    tensors = {"x": context.random(pick, sizes, "normal")}
+    kind, affine = context.dtype, []
+    for what in ("weight",) if name == "rms_norm" else ("weight", "bias"):
+        affine.append(what if pick(True, False) else "None")
+        if affine[-1] == what:
+            tensors[what] = f"torch.randn({list(normalised)}, dtype=torch.{kind})"
+    rest = ", ".join([*affine, "1e-2"])
+    if channels:
+        plain = f"N.layer_norm(x.movedim(1, -1), {list(normalised)}, {rest}).movedim(-1, 1)"
+        ours = f"F.{name}(x, {rest})"
+    elif pick(False, True):
+        tensors["r"] = context.random(pick, sizes, "normal")
+        ours = f"sum(F.{name}(x, {list(normalised)}, {rest}, residual=r))"
+        plain = f"N.{name}(x + r, {list(normalised)}, {rest}) + (x + r)"
+    else:
+        ours, plain = (f"{m}.{name}(x, {list(normalised)}, {rest})" for m in "FN")
+    return Call(ours, plain, tensors, tuple(tensors), forward=5.0, backward=50.0)
 
 
 _IMAGES = """\

@@ -135,6 +135,10 @@ _MAKERS: dict[str, Generator] = {
     "group_norm_act": Generator(norms.group_norm_act, CHAINED),
     "max_pool2d": Generator(norms.max_pool2d, EVERY),
     **{
+        name: Generator(partial(norms.row_norm, name), CHAINED)
+        for name in ("layer_norm", "layer_norm_channels", "rms_norm")
+    },
+    **{
         name: Generator(partial(norms.mean, name), CHAINED)
         for name in ("adaptive_avg_pool2d", "mean")
     },

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from unittest.mock import patch
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import fusedtrain
 from fusedtrain import functional as F
-from fusedtrain.ops import group_norm
+from fusedtrain.ops import group_norm, row_norm
 from fusedtrain.reference import ACTIVATIONS
 from helpers.activations import INPLACE, POINTWISE, public
 
@@ -30,6 +30,19 @@ class Seeded:
     def __call__(self, *tensors: Tensor) -> Tensor:
         torch.manual_seed(3)
         return self.function(*tensors)
+
+
+class AnySize:
+    """A norm whose kernels take tensors too small to gain, where no compiler looks on."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.function(*tensors)
+        with mock.patch.object(row_norm, "_LEAST", {}):
+            return self.function(*tensors)
 
 
 def _drops(like: Tensor) -> Tensor:
@@ -63,7 +76,7 @@ def _recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def group_norm_act(x: Tensor, w: Tensor, b: Tensor, *modulation: Tensor) -> Tensor:
     """Batch norm's ops, for which these tensors are too small."""
     compiles = torch.compiler.is_compiling()
-    with nullcontext() if compiles else patch.object(group_norm, "_gains", lambda *_: True):
+    with nullcontext() if compiles else mock.patch.object(group_norm, "_gains", return_value=True):
         return F.group_norm_act(x, 2, w, b, 1e-5, "silu", *modulation)
 
 
@@ -166,6 +179,17 @@ CASES: dict[str, Case] = {
     ),
     "residual_add, scale last": (lambda r, x, s: F.residual_add(r, x, s), (IMAGE, IMAGE, (3,))),
     "swiglu, rows": (F.swiglu, ((4, 6),)),
+    "layer_norm": (
+        AnySize(lambda x, w, b: F.layer_norm(x, [2, 3], w, b)), (IMAGE, (2, 3), (2, 3)),
+    ),
+    "layer_norm, residual": (
+        AnySize(lambda x, r, w: torch.cat(F.layer_norm(x, [3], w, residual=r))),
+        (IMAGE, IMAGE, (3,)),
+    ),
+    "rms_norm": (AnySize(lambda x, w: F.rms_norm(x, [3], w, 0.1)), (IMAGE, (3,))),
+    "layer_norm_channels": (
+        AnySize(lambda x, w, b: F.layer_norm_channels(x, w, b, 0.1)), (IMAGE, VECTOR, VECTOR),
+    ),
     "prelu": (F.prelu, (IMAGE, VECTOR)),
     "star_relu": (F.star_relu, (IMAGE, (1,), (1,))),
     **{

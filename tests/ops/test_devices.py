@@ -77,6 +77,13 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gated_spread_backward": lambda: (
         X.clone(), torch.randn(3, 4, 1), X.clone(), *FORMULAS["identity"], True,
     ),
+    "row_norm": lambda: (
+        X.clone(), X.clone(), PER_CHANNEL.clone(), PER_CHANNEL.clone(), 1, 1, 1e-5, True,
+    ),
+    "row_norm_backward": lambda: (
+        X.clone(), X.clone(), X.clone(), PER_CHANNEL.clone(), X[:, :1].clone(), X[:, :1].clone(), 1,
+        1, True, True,
+    ),
     "scale_add": lambda: (X.clone(), torch.randn(3, 4), X.clone(), 1),
     "scale_add_backward": lambda: (X.clone(), X.clone(), torch.randn(3, 4), 1, True),
     "bias_act": lambda: (
@@ -172,6 +179,24 @@ MISTAKES: dict[str, list[Mistake]] = {
     "gated_spread_backward": [
         ({1: torch.ones(2, 4, 1)}, "fusedtrain"),
         ({2: X[:2]}, "fusedtrain"),
+    ],
+    "row_norm": [
+        ({0: X.int()}, "input must be float32"),
+        ({0: X[:, ::2]}, "input must be dense"),
+        ({4: 2}, "must be dimensions of input"),
+        ({0: X.transpose(1, 2), 5: 2}, "must lie one in another"),
+        ({1: X[:2]}, "must have the same shape"),
+        ({2: torch.ones(5)}, "weight must have 4 elements"),
+        ({3: torch.ones(4).double()}, "bias must have the dtype of input"),
+        ({0: X.bfloat16(), 1: None, 2: torch.ones(4).bfloat16()}, "must have one dtype"),
+        ({7: False}, "only a centered norm has a bias"),
+    ],
+    "row_norm_backward": [
+        ({0: X[:2]}, "must have the same shape"),
+        ({1: X.double()}, "must have the same dtype"),
+        ({4: X[:, :1].double()}, "mean must have a number for each block"),
+        ({5: X[:, :1, :2].clone()}, "rstd must have a number for each block"),
+        ({5: X[:, :1].transpose(0, 2).contiguous().transpose(0, 2)}, "rstd must have the layout"),
     ],
     "scale_add": [
         ({1: torch.ones(3, 5)}, "fusedtrain"),
@@ -290,6 +315,13 @@ MORE: dict[str, list[tuple[Any, ...]]] = {
         (X, torch.randn(3, 4, 1), X, *ACT, True),
         (X, torch.randn(3, 4, 1), None, *ACT, True),
         (X, torch.randn(3, 4, 1), X, *ACT, False),
+    ],
+    "row_norm": [
+        (X, None, None, None, 1, 2, 1e-5, False),
+        (X.transpose(0, 2), None, None, None, 1, 1, 1e-5, True),
+    ],
+    "row_norm_backward": [
+        (X, None, X, None, X.new_empty(0), torch.ones(3, 1, 1), 1, 2, False, False),
     ],
     "scale_add": [(X, torch.randn(3, 4), None, 1)],
     "scale_add_backward": [(X, None, torch.randn(3, 4), 1, True)],

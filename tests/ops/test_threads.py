@@ -46,6 +46,16 @@ def _scale_and_bias() -> Results:
         yield from OPS.bias_act_backward(g, y, scale[0], *rest)
 
 
+def _row_norm() -> Results:
+    """Rows, and channels of both layouts."""
+    image = torch.randn(3, 40, 61, 59)
+    for x in (torch.randn(900, 100), image, image.to(memory_format=torch.channels_last)):
+        n = x.shape[1]
+        y, mean, rstd, _ = OPS.row_norm(x, x, torch.randn(n), torch.randn(n), 1, 1, 1e-5, True)
+        statistics = (torch.randn(n), mean, rstd)
+        yield from (y, *OPS.row_norm_backward(x, y, y, *statistics, 1, 1, True, True))
+
+
 def _pool() -> Results:
     window = ([3, 3], [2, 2], [1, 1])
     y, codes = OPS.max_pool2d(torch.randn(3, 20, 65, 67), *window, False, 4, False)
@@ -61,6 +71,7 @@ CASES: dict[str, Callable[[], Results]] = {
     "prelu": partial(_channelwise, "prelu", 1),
     "star_relu": partial(_channelwise, "star_relu", 2),
     "scale_add, bias_act": _scale_and_bias,
+    "row_norm": _row_norm,
     "max_pool2d": _pool,
     "3x3": _convolution((2, 20, 9, 10), (20, 1, 3, 3), padding=1),
     "5x5 by 2": _convolution((2, 3, 11, 12), (3, 1, 5, 5), stride=2, padding=2),

@@ -11,6 +11,7 @@
 #include "../../formulas.h"
 #include "../../ops/depthwise.h"
 #include "../../ops/pool.h"
+#include "../../ops/row_norm.h"
 #include "../../optimizer_rules.h"
 
 namespace fusedtrain {
@@ -185,6 +186,24 @@ struct ScaleKernels {
   void (*backward)(const S* g, const S* x, const T* scale, int64_t step, S* gx, T* sums, int64_t n);
 };
 
+// Norms of rows (row_norm.h): blocks [first, last) of neighbouring elements, or a tile of `width`
+// neighbouring blocks of a row. What is summed in the type computed in is moved to doubles after so
+// many elements.
+constexpr int64_t kNormChunk = 4096, kNormWidth = 256;
+template <class S, class T>
+struct RowNormKernels {
+  using Stored = S;
+  using Number = T;
+  void (*forward)(const RowNormForward& call, const T* weight, const T* bias, int64_t first,
+                  int64_t last);
+  void (*backward)(const RowNormBackward& call, const T* weight, T* weight_sums, T* bias_sums,
+                   int64_t first, int64_t last);
+  void (*forward_tile)(const RowNormForward& call, const T* weight, const T* bias, int64_t row,
+                       int64_t place, int64_t width);
+  void (*backward_tile)(const RowNormBackward& call, const T* weight, double* sums, int64_t row,
+                        int64_t place, int64_t width);
+};
+
 // n elements from the first of a block of codes on. Null where there are no levels.
 template <class S, class T>
 struct FewBitKernels {
@@ -274,6 +293,7 @@ using SplitChannels = void (*)(const uint8_t* pixels, int64_t channels, uint8_t*
   X(StateCodeKernels, state_codes)               \
   X(ByDtype<GatedKernels>, gated)                \
   X(ByDtype<ScaleKernels>, scale)                \
+  X(ByDtype<RowNormKernels>, row_norm)           \
   X(ByNumber<ChainKernels>, chain)               \
   X(PhiloxNumbers, philox_numbers)               \
   X(ByDtype<MaxPoolKernels>, max_pool)           \

@@ -32,7 +32,7 @@ _RULES = tuple(
             | optimizer_(step|up|measure|tail)"""),
         ("pooling", r"pool"),
         ("norm", r"""
-            (batch|layer|group|instance|rms)_?norm | bn_[fb]w | native_norm | norm_act
+            (batch|layer|group|instance|rms|row)_?norm | bn_[fb]w | native_norm | norm_act
             | NormForward | NormBackward"""),
         ("conv", r"conv(?!ert) | winograd | wgrad | dgrad | fprop | im2col | col2im"),
         ("matmul", r"""

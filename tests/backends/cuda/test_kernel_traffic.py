@@ -92,6 +92,15 @@ def scale_add(x: Tensor, backward: bool) -> Call:
     return "scale_add", (x, scale, None, 1), x.nbytes
 
 
+def row_norm(backward: bool) -> Call:
+    x, weight, bias = half(torch.randn(256, 512)), half(torch.rand(512)), half(torch.rand(512))
+    if not backward:
+        return "row_norm", (x, None, weight, bias, 1, 1, 1e-5, True), x.nbytes
+    statistics = (torch.zeros(256, 1), torch.ones(256, 1))
+    more = (None, x.clone(), weight, *statistics, 1, 1, True, True)
+    return "row_norm_backward", (x, *more), x.nbytes
+
+
 def bias_act(x: Tensor, backward: bool) -> Call:
     silu = list(fusedtrain.reference.ACTIVATIONS).index("silu")
     x, bias = half(x), half(torch.rand(x.size(1)))
@@ -169,6 +178,8 @@ CALLS: dict[str, dict[str, Callable[[], Call]]] = {
     "batch_norm restore": everywhere(restore),
     "gated forward": {"": lambda: gated(False)},
     "gated backward": {"": lambda: gated(True)},
+    "row_norm forward": {"": lambda: row_norm(False)},
+    "row_norm backward": {"": lambda: row_norm(True)},
     "scale_add forward": everywhere(scale_add, False),
     "scale_add backward": everywhere(scale_add, True),
     "bias_act forward": everywhere(bias_act, False),
@@ -194,6 +205,7 @@ _BY_CHANNEL = ("channelwise", "scale_add", "bias_act")
 NARROW: dict[tuple[str, str], float] = {
     **{(f"{op} {way}", layout): 2.0
        for op in _BY_CHANNEL for way in ("forward", "backward") for layout in _ODD},
+    ("row_norm backward", ""): 13.5,  # statistics
     ("few_bit forward", ""): 15.0,
     ("few_bit backward", ""): 15.0,
     **{(f"max_pool2d {way}", layout): 1.6

@@ -61,9 +61,9 @@ def test_launches(tmp_path: Path) -> None:
 
 
 def test_import_leaves_triton_alone() -> None:
-    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling, convolutions.
+    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling, convolutions, rows.
     activations = sum(2 if row.tensors else 3 for row in ACTIVATIONS.values())
-    ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2 + 2
+    ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2 + 2 + 2
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'), 'XPU');"
@@ -133,6 +133,7 @@ def check_target(target: str, *dtypes: str) -> None:
         check_few_bits(target, dtype)
         if dtype is not torch.float64:
             check_images(target, dtype)
+        check_row_norm(target, dtype)
         check_pool(target, dtype)
         check_depthwise(target, dtype)
         for kernel in (fold.fold_kernel, fold.fold_backward_kernel):
@@ -252,6 +253,28 @@ def check_images(target: str, dtype: torch.dtype) -> None:
             assert re.search(r"st\.global\.(?:v4\.b32|v2\.b64)", code)
             neighbours = (kernel is m.to_last_kernel) == last
             assert bool(re.search(r"ld\.global\.v[24]\.b32", code)) == neighbours
+
+
+def check_row_norm(target: str, dtype: torch.dtype) -> None:
+    """16-byte accesses to rows; nothing spills: whole rows, longer ones, blocks of places."""
+    from fusedtrain.triton import row_norm as r
+
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    others = dict.fromkeys(("mean_ptr", "rstd_ptr", "shares_ptr"), wide)
+    block, most = r._BLOCK[dtype.itemsize], r._MOST[dtype.itemsize]
+    for n, inner, height, width in (
+        (256, 1, block // 256, 256), (most, 1, 1, most), (20_000, 1, 1, block),
+        (96, 49, 64, block // 64),
+    ):  # fmt: skip
+        rest = r.Shape(64, n, inner, height, width).constants
+        for kernel, constants in (
+            (r.forward_kernel, (True, True, True, True, *rest)),
+            (r.backward_kernel, (True, True, True, *rest)),
+            (r.sums_kernel, (True, inner == 1, 1024 // min(128, width), min(128, width))),
+        ):
+            compiled = compile_for(target, kernel, dtype, *constants, **others)
+            vectors = inner == 1 and kernel is not r.sums_kernel
+            check_widths(compiled, 16 if vectors else 0, height * width * dtype.itemsize, 2, 1)
 
 
 def check_pool(target: str, dtype: torch.dtype) -> None:

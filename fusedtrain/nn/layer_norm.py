@@ -1,0 +1,53 @@
+"""Norms over rows and over channels as modules."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
+
+from .. import functional as F
+
+
+class RMSNorm(nn.RMSNorm):
+    """:class:`torch.nn.RMSNorm` in one pass; see :func:`fusedtrain.functional.rms_norm`.
+
+    Example:
+        >>> import torch
+        >>> RMSNorm(2)(torch.tensor([1.0, 7.0]))
+        tensor([0.2000, 1.4000], grad_fn=<RowNormBackward>)
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_scripting():
+            return torch.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+        shape: Any = self.normalized_shape
+        output: Any = F.rms_norm(x, shape, self.weight, self.eps)
+        return output
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """Layer norm over the channels of [N, C, H, W], with timm's name, arguments and state dict.
+
+    The output has the layout of the input; see
+    :func:`fusedtrain.functional.layer_norm_channels`.
+
+    Args:
+        num_channels: of the input.
+        eps: added to the variance.
+        affine: False: neither weight nor bias.
+        kwargs: `bias`, `device` and `dtype` of :class:`torch.nn.LayerNorm`.
+
+    Example:
+        >>> import torch
+        >>> LayerNorm2d(8)(torch.ones(2, 8, 3, 3)).sum().item()
+        0.0
+    """
+
+    def __init__(
+        self, num_channels: int, eps: float = 1e-6, affine: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(num_channels, eps=eps, elementwise_affine=affine, **kwargs)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm_channels(input, self.weight, self.bias, self.eps)
