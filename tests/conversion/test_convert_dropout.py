@@ -116,6 +116,30 @@ def test_a_checkpoint_draws_the_same_mask(reentrant: bool) -> None:
     assert torch.equal(*grads)
 
 
+class Checkpointed(nn.Sequential):
+    """Computes its parts again in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_within_a_model_are_compared(reentrant: bool) -> None:
+    """The comparison goes without dropout where backward computes again, too."""
+    model = nn.Sequential(nn.Linear(16, 16), Checkpointed(Block(), Checkpointed(Block())))
+    for part in model.modules():
+        part.reentrant = reentrant
+    report = fusedtrain.convert(model, example(), dropout="fused")
+    assert not report.left
+    assert len(report.branches) == 2
+    assert sum(entry.target == "fusedtrain.nn.Dropout" for entry in report.converted) == 4
+    seeded(lambda: model(example())).sum().backward()
+
+
 class Subclass(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
