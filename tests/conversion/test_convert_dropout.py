@@ -145,16 +145,25 @@ class Subclass(nn.Dropout):
         return super().forward(x) * 2
 
 
-def hooked() -> nn.Module:
-    module = nn.Dropout(P)
-    module.register_forward_hook(lambda *_: None)
-    return module
+class OfAnotherP(nn.Dropout):
+    """Has no number `p`, as where each channel or each step of training has its own."""
+
+    def __init__(self, p: Any) -> None:
+        nn.Module.__init__(self)
+        self.rate, self.inplace = P, False
+        if p is not None:
+            self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.rate, self.training)
 
 
 STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no probability": (lambda: nn.Dropout(0.0), ""),
     "in place": (lambda: nn.Dropout(P, inplace=True), "works in place"),
     "a subclass": (Subclass, "subclass of"),
+    "p is missing": (lambda: OfAnotherP(None), "subclass of"),
+    "p of channels": (lambda: OfAnotherP(torch.tensor([P, 0.5])), "subclass of"),
     "channels": (lambda: nn.Dropout2d(P), ""),
     "alpha": (lambda: nn.AlphaDropout(P), ""),
 }
