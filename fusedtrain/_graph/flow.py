@@ -178,7 +178,7 @@ def _trace_once(
             tracer.context = context_now()
             with answering(type(clone).forward, tracer), watch, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about what the stand-ins lack
-                tracer.seen.originals = originals
+                tracer.seen.originals, tracer.parts_train = originals, children
                 with tracer.seen:
                     graph = tracer.trace(clone, defaults or None)
                 tracer.asks_mode = tracer.seen.asks_mode or may_ask_mode(clone)

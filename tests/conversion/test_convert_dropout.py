@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -204,6 +204,27 @@ def test_a_number_that_changes_later() -> None:
     torch.testing.assert_close(model(x), stock(x))
     model.last.p = 1.0
     assert torch.equal(model(x), x)
+
+
+def test_a_number_set_for_one_call() -> None:
+    """Both models are compared without dropout, so nothing but the forward tells."""
+
+    class Quiet(Block):
+        quiet: ClassVar[dict[str, Any]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = {name: getattr(self.last, name) for name in self.quiet}
+            vars(self.last).update(self.quiet)
+            y = x + self.last(self.linear(x))
+            vars(self.last).update(before)
+            return y
+
+    for Quiet.quiet in ({"p": 0.0}, {"training": False}):
+        model, x = Quiet(), example()
+        want = model(x)
+        report = fusedtrain.convert(model, x, dropout="fused")
+        assert not report.branches
+        torch.testing.assert_close(model(x), want)
 
 
 def test_copies_and_pickles() -> None:
