@@ -7,12 +7,9 @@ through the forward are traced. The forward runs on stand-ins: the model's own s
 
 from __future__ import annotations
 
-import copy
 import dis
-import functools
 import operator
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,35 +30,19 @@ from .optional import (
     without_checks,
 )
 from .report import shown
-from .state import State, is_opaque
 from .tracer import (
     CONTEXT,
     KEPT,
     Choices,
     Tracer,
-    Watch,
-    answering,
-    bypass,
-    collector_paused,
-    context_now,
-    has_with,
-    may_ask_mode,
-    random_states,
-    same_generators,
 )
-from .warning import silent_warnings
+from .way import Mode as Mode, trace_once
 
 _MOST_WAYS = 16
 _ASKED = "what its forward does depends on its input"
 _TRACING = ("torch.fx", "fusedtrain")
 _PRODUCTS = (operator.mul, torch.mul, "mul")
 _SUMS = (operator.add, operator.iadd, torch.add, "add", "add_")
-_LISTS = (list, set, deque)
-_TABLES = (dict, OrderedDict, defaultdict, Counter)
-_NUMBERS = (int, float, str, bool)
-_SHARED = frozenset({*_NUMBERS, type(None), torch.Tensor, nn.Parameter, types.FunctionType})
-# The module's training flag, that of its children, gradients; None: as they are.
-Mode = tuple[bool | None, bool | None, bool | None]
 ALL_MODES: tuple[Mode, ...] = (
     (True, True, True), (False, False, False), (True, False, False), (False, True, True),
 )  # fmt: skip
@@ -135,94 +116,6 @@ class Trace:
 Value = tuple[Trace, fx.Node]  # in a graph of the trace
 
 
-def _clone(root: nn.Module) -> tuple[nn.Module, dict[int, nn.Module]]:
-    """The module, whose forward may store in it what it likes: tensors are shared, no more. And the
-    modules by the ids of their clones."""
-    clones = {id(m): m if is_scripted(m) else object.__new__(type(m)) for m in root.modules()}
-
-    def copied(value: Any) -> Any:
-        kind = type(value)
-        if kind in _SHARED:
-            return value
-        if isinstance(value, nn.Module):
-            return clones.get(id(value), value)
-        if kind is tuple:
-            return tuple(map(copied, value))
-        if kind in (dict, OrderedDict):  # empty as a rule: six tables of hooks a module
-            return kind([(key, copied(item)) for key, item in value.items()]) if value else kind()
-        if kind not in (*_LISTS, *_TABLES):
-            return value
-        twin = copy.copy(value)
-        twin.clear()
-        if kind in _TABLES:
-            twin.update({key: copied(item) for key, item in value.items()})
-        else:
-            (twin.update if kind is set else twin.extend)(map(copied, value))
-        return twin
-
-    for module in root.modules():
-        clone = clones[id(module)]
-        if clone is not module:
-            vars(clone).update((key, copied(value)) for key, value in vars(module).items())
-    originals = {id(clones[id(module)]): module for module in root.modules()}
-    return clones[id(root)], originals
-
-
-@collector_paused()
-def _trace_once(
-    module: nn.Module,
-    choices: Choices,
-    mode: Mode,
-    defaults: dict[str, Any],
-    extras: bool = True,
-) -> tuple[fx.Graph, Tracer]:
-    """One way through a forward, and the tracer, which knows what makes it one of several."""
-    root_training, children, gradients = mode
-    (clone, originals), tracer, watch = _clone(module), Tracer(choices, extras), Watch()
-    forward = type(module).forward
-    for part in clone.modules():
-        if not is_scripted(part):
-            training = root_training if part is clone else children
-            if training is not None:
-                vars(part)["training"] = training
-            if part is not clone and not has_foreign_forward(part):
-                vars(part)["forward"] = functools.partial(bypass, tracer, part)
-    states, state = random_states(), State([clone], type(clone).__mro__)
-    gradients = torch.is_grad_enabled() if gradients is None else gradients
-    try:
-        with same_generators(), torch.set_grad_enabled(gradients):
-            tracer.context = context_now()
-            # About what the stand-ins lack.
-            with answering(type(clone).forward, tracer), watch, silent_warnings():
-                tracer.seen.originals = originals
-                with tracer.seen:
-                    graph = tracer.trace(clone, defaults or None)
-                tracer.asks_mode = tracer.seen.asks_mode or may_ask_mode(clone)
-            tracer.mark_kept()
-            drawn = random_states() != states
-        if state.changed():
-            tracer.guessed = tracer.guessed or "its forward stores something"
-            state.restore()
-    except BaseException:
-        state.restore()
-        raise
-    if used := _opaque(tracer.seen.reads):
-        tracer.guessed = tracer.guessed or f"its forward uses a {used}"
-    if watch.computed or drawn:
-        tracer.guessed = tracer.guessed or "its forward computes from more than its input"
-    if has_with(forward):
-        tracer.guessed = tracer.guessed or "its forward has a with statement"
-    if tracer.seen.enters:
-        tracer.guessed = tracer.guessed or "its forward works under no_grad, autocast or checkpoint"
-    return graph, tracer
-
-
-def _opaque(reads: Reads) -> str:
-    """The type of an attribute whose state nobody sees; '' as a rule."""
-    values = (vars(module).get(name) for module, names in reads.modules.values() for name in names)
-    return next((type(value).__name__ for value in values if is_opaque(value)), "")
-
-
 def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str:
     """All graphs of the forward of a module's class in these modes, or why there is none."""
     if is_scripted(module):
@@ -236,7 +129,7 @@ def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str
         with intercepting():
             if forward is nn.Sequential.forward:
                 result = Trace(module)
-                result.add(*_trace_once(module, Choices(), modes[0], {}))
+                result.add(*trace_once(module, Choices(), modes[0], {}))
                 return result
             usual = _trace_usual(module, modes)
             return usual or _trace_all(module, optional_of(forward), modes)
@@ -286,7 +179,7 @@ def _trace_all(
                 choices = Choices(pending.pop())
                 try:
                     again = plain.pop(mode, None) if not (choices.forced or defaults) else None
-                    traced, tracer = again or _trace_once(module, choices, mode, defaults)
+                    traced, tracer = again or trace_once(module, choices, mode, defaults)
                     choices = tracer.choices
                     graph = result.add(traced, tracer)
                     by_mode.setdefault(mode[0], []).append(graph)
@@ -347,7 +240,7 @@ def _trace_usual(module: nn.Module, modes: tuple[Mode, ...]) -> Trace | None:
     chosen, graphs = _Modes(modes), dict[bool | None, fx.Graph]()
     for mode in chosen:
         try:
-            graph, tracer = _trace_once(module, Choices(), mode, usual.defaults, extras=False)
+            graph, tracer = trace_once(module, Choices(), mode, usual.defaults, extras=False)
         except Exception:
             return None
         if tracer.guessed or tracer.choices.made:
@@ -397,7 +290,7 @@ def _is_indifferent(
     chosen = _Modes(modes)
     for mode in chosen:
         try:
-            graph, tracer = plain[mode] = _trace_once(module, Choices(), mode, {})
+            graph, tracer = plain[mode] = trace_once(module, Choices(), mode, {})
         except Exception:
             return False
         chosen.asked |= tracer.asks_mode
@@ -405,7 +298,7 @@ def _is_indifferent(
             return False
         for number, values in enumerate(trials(optional)):
             try:
-                traced, tracer = _trace_once(module, Choices(), mode, values)
+                traced, tracer = trace_once(module, Choices(), mode, values)
                 reads.update(tracer.seen.reads)
             except Exception:
                 chosen.asked = True

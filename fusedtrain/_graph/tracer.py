@@ -91,6 +91,7 @@ class Tracer(fx.Tracer):
         self.bypassed: set[str] = set()  # names of modules called by their `forward`
         self.seen = Interceptor()  # what the forward looks at
         self.asks_mode = False  # whether the forward reads the training flag of a module
+        self.parts_train: bool | None = None  # their training flag here; None: as it is
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
@@ -135,7 +136,20 @@ class Tracer(fx.Tracer):
         if type(m).__call__ is not nn.Module.__call__:  # its work is in the graph, too
             self.guessed = f"{type(m).__name__} overrides __call__"
         with self.seen.listening(False):
+            if self._is_changed(m):
+                self.guessed = "its forward stores something"
             return super().call_module(m, *args, **kwargs)
+
+    def _is_changed(self, part: nn.Module) -> bool:
+        """Whether the forward has set a number of a part, as the `p` of a dropout for one call."""
+        original = self.seen.originals.get(id(part), part)
+        before = vars(original)
+        if self.parts_train is not None:
+            before = before | {"training": self.parts_train}
+        return any(
+            type(value) in (int, float, str, bool) and value != before.get(name, value)
+            for name, value in vars(part).items()
+        )
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if context_now() != self.context:

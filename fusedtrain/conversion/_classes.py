@@ -110,7 +110,7 @@ def find_classes(
         if excluded:
             kept.add(id(module))
         entry = entries.get(id(module)) or _decide(module)
-        if entry is None and dropout and isinstance(module, nn.Dropout) and module.p > 0:
+        if entry is None and dropout and isinstance(module, nn.Dropout) and _may_drop(module):
             entry = _decide_dropout(module)
         if entry is not None:
             entries[id(module)] = entry
@@ -166,6 +166,12 @@ def _decide(module: nn.Module) -> Decision | None:
     target, attributes = _TIMM[_key(cls)]
     fused = getattr(fused_nn, target)
     return Decision(module, fused, attributes, _timm_obstacle(module, fused, attributes))
+
+
+def _may_drop(module: nn.Dropout) -> bool:
+    """Whether a dropout drops something. The `p` of a subclass may be anything, or missing."""
+    p = getattr(module, "p", None)
+    return not isinstance(p, (int, float)) or p > 0
 
 
 def _decide_dropout(module: nn.Dropout) -> Decision:

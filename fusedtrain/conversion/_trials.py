@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from .. import functional as fused_functional
@@ -98,6 +99,12 @@ class without_dropout(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward and not self._lets:
+            # Under the mode, too: there torch.utils.checkpoint computes again. Torch leaves it for
+            # tensors, not for edges.
+            (tensors,), inputs = args, kwargs.pop("inputs", None)
+            with self:
+                return func(_edges(tensors), inputs=inputs and _edges(inputs), **kwargs)
         if self._lets or func not in (*self._ALONE, *self._SUMS):
             return func(*args, **kwargs)
         input = args[0] if args else kwargs["input"]
@@ -113,6 +120,10 @@ class without_dropout(TorchFunctionMode):
             yield
         finally:
             self._lets = False
+
+
+def _edges(tensors: Iterable[Tensor]) -> list[GradientEdge]:
+    return [get_gradient_edge(tensor) for tensor in tensors]
 
 
 class _Trials:

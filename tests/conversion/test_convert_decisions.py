@@ -228,13 +228,13 @@ def test_a_forward_that_asks_for_its_mode_is_traced_in_all(name: str) -> None:
 def test_a_forward_that_does_not_is_traced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusedtrain._graph import flow
 
-    modes, once = [], flow._trace_once
+    modes, once = [], flow.trace_once
 
     def counted(module: nn.Module, choices: Any, mode: Any, *rest: Any) -> Any:
         modes.append(mode)
         return once(module, choices, mode, *rest)
 
-    monkeypatch.setattr(flow, "_trace_once", counted)
+    monkeypatch.setattr(flow, "trace_once", counted)
     assert not isinstance(trace(AsT5()), str)
     assert {mode[2] for mode in modes} == {True, False}
     assert len(set(modes)) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -116,21 +116,54 @@ def test_a_checkpoint_draws_the_same_mask(reentrant: bool) -> None:
     assert torch.equal(*grads)
 
 
+class Checkpointed(nn.Sequential):
+    """Computes its parts again in backward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self:
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_within_a_model_are_compared(reentrant: bool) -> None:
+    """The comparison goes without dropout where backward computes again, too."""
+    model = nn.Sequential(nn.Linear(16, 16), Checkpointed(Block(), Checkpointed(Block())))
+    for part in model.modules():
+        part.reentrant = reentrant
+    report = fusedtrain.convert(model, example(), dropout="fused")
+    assert not report.left
+    assert len(report.branches) == 2
+    assert sum(entry.target == "fusedtrain.nn.Dropout" for entry in report.converted) == 4
+    seeded(lambda: model(example())).sum().backward()
+
+
 class Subclass(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * 2
 
 
-def hooked() -> nn.Module:
-    module = nn.Dropout(P)
-    module.register_forward_hook(lambda *_: None)
-    return module
+class OfAnotherP(nn.Dropout):
+    """Has no number `p`, as where each channel or each step of training has its own."""
+
+    def __init__(self, p: Any) -> None:
+        nn.Module.__init__(self)
+        self.rate, self.inplace = P, False
+        if p is not None:
+            self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.rate, self.training)
 
 
 STAY: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no probability": (lambda: nn.Dropout(0.0), ""),
     "in place": (lambda: nn.Dropout(P, inplace=True), "works in place"),
     "a subclass": (Subclass, "subclass of"),
+    "p is missing": (lambda: OfAnotherP(None), "subclass of"),
+    "p of channels": (lambda: OfAnotherP(torch.tensor([P, 0.5])), "subclass of"),
     "channels": (lambda: nn.Dropout2d(P), ""),
     "alpha": (lambda: nn.AlphaDropout(P), ""),
 }
@@ -171,6 +204,27 @@ def test_a_number_that_changes_later() -> None:
     torch.testing.assert_close(model(x), stock(x))
     model.last.p = 1.0
     assert torch.equal(model(x), x)
+
+
+def test_a_number_set_for_one_call() -> None:
+    """Both models are compared without dropout, so nothing but the forward tells."""
+
+    class Quiet(Block):
+        quiet: ClassVar[dict[str, Any]]
+
+        def forward(self, x: Tensor) -> Tensor:
+            before = {name: getattr(self.last, name) for name in self.quiet}
+            vars(self.last).update(self.quiet)
+            y = x + self.last(self.linear(x))
+            vars(self.last).update(before)
+            return y
+
+    for Quiet.quiet in ({"p": 0.0}, {"training": False}):
+        model, x = Quiet(), example()
+        want = model(x)
+        report = fusedtrain.convert(model, x, dropout="fused")
+        assert not report.branches
+        torch.testing.assert_close(model(x), want)
 
 
 def test_copies_and_pickles() -> None:
