@@ -91,11 +91,6 @@ class Trace:
         """Whether the forward does what its graphs do, and nothing else."""
         return not self.inexact or self.by_training or bool(self.ways) or self.usual is not None
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the graphs are of all ways and calls."""
-        return not (self.partial or self.lists or self.usual)
-
     @staticmethod
     def is_kept(node: fx.Node) -> bool:
         """Whether its value outlives the forward, in an attribute or a global list, say."""
@@ -116,8 +111,11 @@ class Trace:
 Value = tuple[Trace, fx.Node]  # in a graph of the trace
 
 
-def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str:
-    """All graphs of the forward of a module's class in these modes, or why there is none."""
+def trace(
+    module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES, usual: bool = False
+) -> Trace | str:
+    """All graphs of the forward of a module's class in these modes, or why there is none. `usual`:
+    those of usual calls, where a forward looks at its optional arguments."""
     if is_scripted(module):
         return "it is scripted"
     forward = type(module).forward
@@ -131,8 +129,8 @@ def trace(module: nn.Module, modes: tuple[Mode, ...] = ALL_MODES) -> Trace | str
                 result = Trace(module)
                 result.add(*trace_once(module, Choices(), modes[0], {}))
                 return result
-            usual = _trace_usual(module, modes)
-            return usual or _trace_all(module, optional_of(forward), modes)
+            usually = _trace_usual(module, modes) if usual else None
+            return usually or _trace_all(module, optional_of(forward), modes)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -372,8 +370,8 @@ class Flow:
                 self._add(module)
 
     def _add(self, module: nn.Module) -> None:
-        result = trace(module, self.modes)
-        if isinstance(result, Trace) and self.whole and not result.is_whole:
+        result = trace(module, self.modes, usual=not self.whole)
+        if isinstance(result, Trace) and self.whole and (result.partial or result.lists):
             result = result.inexact
         if isinstance(result, str):
             self.failed[id(module)] = result

@@ -116,7 +116,6 @@ def _left() -> dict[str, tuple[nn.Module, str]]:
         "mode": (
             Moody(), "the model cannot be rewritten: its forward depends on the mode of training",
         ),
-        "optional": (Optional(bn=nn.BatchNorm2d(3)), "its forward has optional arguments"),
         excluded: (nn.Sequential(norm(3), act()), excluded),
         "excluded activation": (nn.Sequential(norm(3), act()), "1 is excluded"),
     }  # fmt: skip

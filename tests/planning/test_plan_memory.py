@@ -330,6 +330,6 @@ def test_a_plan_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no memory plan"):
         MemoryPlan.load(path)
     plan.save(path)
-    path.write_text(path.read_text().replace('_plan": 2', '_plan": 9'))
+    path.write_text(path.read_text().replace('_plan": 3', '_plan": 9'))
     with pytest.raises(ValueError, match="of format 9"):
         MemoryPlan.load(path)
