@@ -1,5 +1,5 @@
-"""The names, arguments and numerics of ``torch.nn.functional``. Batch norm, chains, pooling and
-images describe in their docstrings how they differ from the rules below.
+"""The names, arguments and numerics of ``torch.nn.functional``. Functions that are no activation
+describe in their docstrings how they differ from the rules below.
 
 Shared by all activations: ``input`` has any shape, dtype float32, float64, float16 or bfloat16
 (other dtypes run in eager torch, with its results and errors). The result has the shape, dtype and
@@ -7,7 +7,6 @@ layout of the input. 16-bit math is done in float32. ``inplace=True`` overwrites
 input. Backward saves one tensor: the output if the derivative is an exact function of the output,
 else the input. Mistakes raise torch's errors, and nothing is modified. With the keyword ``out``
 torch's function runs.
-
 ``save="q8"``, ``"q4"``, ``"q3"`` or ``"q2"`` keeps the derivative instead, in so many bits per
 element (uint8): backward multiplies by the nearest level of a table (reference/few_bit.py, with its
 source). The output is exact except for its last bit. Another ``save`` raises ValueError, a second

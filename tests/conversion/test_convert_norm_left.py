@@ -41,12 +41,6 @@ class Moody(nn.Module):
         return F.dropout(F.relu(self.bn(self.conv(x))), 0.5, self.bn.training)
 
 
-class Optional(Parts):
-    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
-        x = self.bn(x)
-        return F.relu(x if other is None else x + other)
-
-
 class Lonely(nn.Module):
     """Returns what the activation reads."""
 

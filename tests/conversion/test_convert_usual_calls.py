@@ -57,7 +57,7 @@ CALLS: dict[type[Block], tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], ...
     Diffusers: ([((X, T), {}), ((X,), {"temb": T})],
                 [((X, None), {}), ((X, T, 1), {}), ((X, T), {"scale": 2.0})]),
     Default: ([((X,), {}), ((), {"x": X}), ((X, None, 1.5), {"mode": "a"})],
-              [((X, X), {}), ((X,), {"mode": "b"}), ((X,), {"factor": 2.0}), ((X,), {"factor": X})]),
+              [((X, X), {}), ((X,), {"mode": "b"}), ((X,), {"factor": 2.0})]),
     ByTraining: ([((X,), {})], [((X, X), {}), ((X,), {"mask": X})]),
 }  # fmt: skip
 
