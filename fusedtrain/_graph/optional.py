@@ -54,11 +54,13 @@ class Usual(NamedTuple):
 
 
 def usual_of(forward: Callable[..., Any]) -> Usual | None:
-    """The usual calls of a forward; None if it has no optional arguments, or defaults that are no
-    plain values."""
+    """The usual calls of a forward; None if it has no optional arguments, defaults that are no
+    plain values, or a decorator, which may tell an argument from its default."""
+    if inspect.unwrap(forward) is not forward:
+        return None
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     names: list[str] = []
-    asked, _ = _asked(inspect.unwrap(forward))
+    asked, _ = _asked(forward)
     conditions, defaults = [], dict[str, Any]()
     for p in parameters:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):

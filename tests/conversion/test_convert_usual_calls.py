@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -114,7 +115,22 @@ class Shape(Block):
         return self.body(x if sizes == (1, 2) else x * 2)
 
 
-@pytest.mark.parametrize("kind", [MayBeNone, OnlyByName, Shape])
+def tells_defaults(function: Any) -> Any:
+    @functools.wraps(function)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = function(self, *args, **kwargs)
+        return y * 2 if "mask" in kwargs else y
+
+    return wrapper
+
+
+class Decorated(Block):
+    @tells_defaults
+    def forward(self, x: Tensor, mask: Any = None) -> Tensor:
+        return self.body(x if mask is None else x * mask)
+
+
+@pytest.mark.parametrize("kind", [MayBeNone, OnlyByName, Shape, Decorated])
 def test_forwards_that_stay(kind: type[Block]) -> None:
     model = kind()
     report = fusedtrain.convert(model, X)
