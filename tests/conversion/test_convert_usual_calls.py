@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 from typing import Any
 
@@ -52,6 +53,39 @@ class ByTraining(Block):
         return self.body(x if mask is None else x * mask)
 
 
+class AskedByMethod(Block):
+    """A method asks for a required argument, so the code of the forward does not show it."""
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        return self.masked(self.body(x), mask)
+
+    def masked(self, x: Tensor, mask: Any) -> Tensor:
+        return x if mask is None else x * 2
+
+
+class AskedInClosure(Block):
+    def forward(self, x: Tensor, mask: Any, extra: Any = None) -> Tensor:
+        def masked(y: Tensor) -> Tensor:
+            return y if mask is None else y * mask
+
+        return masked(self.body(x if extra is None else x + extra))
+
+
+class AskedByParent(AskedByMethod):
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        return super().forward(x, mask)
+
+
+class SignedZero(Block):
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return self.body(x) * math.copysign(1.0, shift)
+
+
+class CodeInText(Block):
+    def forward(self, x: Tensor, mode: str = "\ndef forward('\"") -> Tensor:
+        return self.body(x) * len(mode)
+
+
 X, T = torch.randn(2, 4, 5, 5), torch.randn(2, 4)
 # Usual calls, then others.
 CALLS: dict[type[Block], tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], ...]] = {
@@ -60,6 +94,11 @@ CALLS: dict[type[Block], tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], ...
     Default: ([((X,), {}), ((), {"x": X}), ((X, None, 1.5), {"mode": "a"})],
               [((X, X), {}), ((X,), {"mode": "b"}), ((X,), {"factor": 2.0})]),
     ByTraining: ([((X,), {})], [((X, X), {}), ((X,), {"mask": X})]),
+    AskedByMethod: ([((X, X), {})], [((X, None), {})]),
+    AskedInClosure: ([((X, X), {})], [((X, None), {}), ((X, X, X), {})]),
+    AskedByParent: ([((X, X), {})], [((X, None), {})]),
+    SignedZero: ([((X,), {}), ((X, 0.0), {})], [((X, -0.0), {}), ((X, 1.0), {})]),
+    CodeInText: ([((X,), {})], [((X, "a"), {})]),
 }  # fmt: skip
 
 
@@ -130,7 +169,28 @@ class Decorated(Block):
         return self.body(x if mask is None else x * mask)
 
 
-@pytest.mark.parametrize("kind", [MayBeNone, OnlyByName, Shape, Decorated])
+class NameOfABuiltin(Block):
+    """The condition of usual calls could not ask for types."""
+
+    def forward(self, x: Tensor, type: str = "a") -> Tensor:
+        return self.body(x) if type == "a" else x
+
+
+class OwnName(Block):
+    def forward(self, x: Tensor, _usual: Any = None) -> Tensor:
+        return self.body(x) if _usual is None else x
+
+
+class AsksForType(Block):
+    """A required argument may be something else than a tensor."""
+
+    def forward(self, x: Any) -> Tensor:
+        return self.body(x["image"] if isinstance(x, dict) else x)
+
+
+@pytest.mark.parametrize(
+    "kind", [MayBeNone, OnlyByName, Shape, Decorated, NameOfABuiltin, OwnName, AsksForType]
+)
 def test_forwards_that_stay(kind: type[Block]) -> None:
     model = kind()
     report = fusedtrain.convert(model, X)
