@@ -23,6 +23,7 @@ from .modules import is_container, is_scripted
 from .optional import (
     Usual,
     asks_results,
+    computes_with_none,
     looks_at,
     optional_of,
     required_of,
@@ -246,7 +247,7 @@ def _nullable(module: nn.Module, mode: Mode) -> frozenset[str]:
             traced, _ = trace_once(module, Choices(), mode, values, extras=False)
         except Exception:
             continue  # the forward takes no None
-        if looks_at(graph, values, traced):
+        if looks_at(graph, values, traced) and not computes_with_none(traced):
             nullable.add(name)
     return frozenset(nullable)
 

@@ -23,11 +23,12 @@ from .._torch_private import CHECKS
 
 
 def required_of(forward: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """Arguments of a method without a default, but for the first one, and all defaults."""
+    """Arguments of a method without a default, if there are several, and all defaults."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return [name for name in named if name not in defaults][1:], defaults
+    required = [name for name in named if name not in defaults]
+    return required if len(required) > 1 else [], defaults
 
 
 def optional_of(
@@ -172,6 +173,17 @@ def trials(optional: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def looks_at(graph: fx.Graph, values: dict[str, Any], traced: fx.Graph) -> bool:
     """Whether a graph of stand-ins is another one than that which was traced with these values."""
     return _canonical(graph, values) != _canonical(traced, values)
+
+
+def computes_with_none(graph: fx.Graph) -> bool:
+    """Whether a graph has an operator of Python with None, which only a stand-in takes."""
+    return any(
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and getattr(node.target, "__module__", "") == "_operator"
+        and None in node.args
+        for node in graph.nodes
+    )
 
 
 def _canonical(graph: fx.Graph, values: dict[str, Any]) -> list[Any]:

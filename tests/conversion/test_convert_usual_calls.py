@@ -53,6 +53,10 @@ class ByTraining(Block):
         return self.body(x if mask is None else x * mask)
 
 
+def masked(x: Tensor, mask: Any) -> Tensor:
+    return x if mask is None else x * 2
+
+
 class AskedByMethod(Block):
     """A method asks for a required argument, so the code of the forward does not show it."""
 
@@ -60,7 +64,7 @@ class AskedByMethod(Block):
         return self.masked(self.body(x), mask)
 
     def masked(self, x: Tensor, mask: Any) -> Tensor:
-        return x if mask is None else x * 2
+        return masked(x, mask)
 
 
 class AskedInClosure(Block):
@@ -74,6 +78,19 @@ class AskedInClosure(Block):
 class AskedByParent(AskedByMethod):
     def forward(self, x: Tensor, mask: Any) -> Tensor:
         return super().forward(x, mask)
+
+
+class AskedForTheFirst(Block):
+    def forward(self, mask: Any, x: Tensor) -> Tensor:
+        return masked(self.body(x), mask)
+
+
+class NamesOfOurs(Block):
+    """Our functions on the way to a forward have arguments of these names."""
+
+    def forward(self, x: Tensor, module: Any = None, function: Any = None) -> Tensor:
+        x = x if module is None else x * module
+        return self.body(x if function is None else x * function)
 
 
 class SignedZero(Block):
@@ -97,6 +114,8 @@ CALLS: dict[type[Block], tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], ...
     AskedByMethod: ([((X, X), {})], [((X, None), {})]),
     AskedInClosure: ([((X, X), {})], [((X, None), {}), ((X, X, X), {})]),
     AskedByParent: ([((X, X), {})], [((X, None), {})]),
+    AskedForTheFirst: ([((X, X), {})], [((None, X), {})]),
+    NamesOfOurs: ([((X,), {"module": None})], [((X,), {"module": X}), ((X,), {"function": X})]),
     SignedZero: ([((X,), {}), ((X, 0.0), {})], [((X, -0.0), {}), ((X, 1.0), {})]),
     CodeInText: ([((X,), {})], [((X, "a"), {})]),
 }  # fmt: skip
@@ -196,3 +215,17 @@ def test_forwards_that_stay(kind: type[Block]) -> None:
     report = fusedtrain.convert(model, X)
     assert not report.group_norms
     assert rewritten_of(model) is None
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        shortcut += x
+        return self.body(x) + shortcut
+
+
+def test_operators_with_none_are_no_answer() -> None:
+    model = InPlace()
+    fusedtrain.convert(model, (X, X.clone()))
+    rewritten = rewritten_of(model)
+    assert rewritten is not None
+    assert "NotImplemented" not in rewritten.source
