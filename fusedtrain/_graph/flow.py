@@ -23,8 +23,10 @@ from .modules import is_container, is_scripted
 from .optional import (
     Usual,
     asks_results,
+    computes_with_none,
     looks_at,
     optional_of,
+    required_of,
     trials,
     usual_of,
     without_checks,
@@ -129,8 +131,9 @@ def trace(
                 result = Trace(module)
                 result.add(*trace_once(module, Choices(), modes[0], {}))
                 return result
-            usually = _trace_usual(module, modes) if usual else None
-            return usually or _trace_all(module, optional_of(forward), modes)
+            nullable = _nullable(module, modes[0])
+            usually = _trace_usual(module, modes, nullable) if usual else None
+            return usually or _trace_all(module, optional_of(forward, nullable), modes)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -225,13 +228,39 @@ def _may_be_none(trace: Trace, node: fx.Node) -> bool:
     return of_list or node.target is getattr
 
 
-def _trace_usual(module: nn.Module, modes: tuple[Mode, ...]) -> Trace | None:
+def _nullable(module: nn.Module, mode: Mode) -> frozenset[str]:
+    """Required arguments with which a forward does something else if they are None: a method or
+    function that it calls may ask."""
+    names, defaults = required_of(type(module).forward)
+    if not names:
+        return frozenset()
+    try:
+        graph, tracer = trace_once(module, Choices(), mode, defaults, extras=False)
+    except Exception:
+        return frozenset()
+    if tracer.choices.made:  # it asks for values, and takes None for one of them
+        return frozenset()
+    nullable = set()
+    for name in names:
+        values = defaults | {name: None}
+        try:
+            traced, _ = trace_once(module, Choices(), mode, values, extras=False)
+        except Exception:
+            continue  # the forward takes no None
+        if looks_at(graph, values, traced) and not computes_with_none(traced):
+            nullable.add(name)
+    return frozenset(nullable)
+
+
+def _trace_usual(
+    module: nn.Module, modes: tuple[Mode, ...], nullable: frozenset[str]
+) -> Trace | None:
     """The graphs of a forward for usual calls; None where they are those of all calls, or where
     they depend on more than the mode of training."""
-    usual = usual_of(type(module).forward)
+    usual = usual_of(type(module).forward, nullable)
     if usual is None:
         return None
-    optional, reads = optional_of(type(module).forward), Reads()
+    optional, reads = optional_of(type(module).forward, nullable), Reads()
     if _is_indifferent(module, optional, modes, {}, reads):
         return None
     result, by_mode = Trace(module), dict[bool | None, set[int]]()

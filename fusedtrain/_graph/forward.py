@@ -87,7 +87,7 @@ def _itself(stock: Any) -> Any:
 
 
 def _dispatching(dispatcher: Dispatcher) -> Callable[..., Any]:
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         replacement = dispatcher.finds(module)
         if replacement is None:
             return dispatcher.stock(module, *args, **kwargs)
@@ -212,7 +212,7 @@ class Rewritten(Replacement):
         function: Callable[..., Any] = names["forward"]
         return function
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._module()
         function = self.function if self.source and self.stands_in() else self.stock
         if self.recomputes and not is_fx_tracing():
@@ -223,7 +223,7 @@ class Rewritten(Replacement):
                 return self._called(function, module, *args, **kwargs)
         return self._called(function, module, *args, **kwargs)
 
-    def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _called(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """The value of a forward; of the stock one where the generated one declines the call."""
         value = function(*args, **kwargs)
         return self.stock(*args, **kwargs) if value is NotImplemented else value

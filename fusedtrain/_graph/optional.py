@@ -22,13 +22,26 @@ from torch import fx
 from .._torch_private import CHECKS
 
 
-def optional_of(forward: Callable[..., Any]) -> dict[str, Any] | None:
-    """Arguments of a forward that may be left out, and their defaults; None if any number may."""
+def required_of(forward: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+    """Arguments of a method without a default, if there are several, and all defaults."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    named = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [name for name in named if name not in defaults]
+    return required if len(required) > 1 else [], defaults
+
+
+def optional_of(
+    forward: Callable[..., Any], nullable: frozenset[str] = frozenset()
+) -> dict[str, Any] | None:
+    """Arguments of a forward that may be left out, and their defaults; None if any number may.
+    Required ones that it compares with None, and those of `nullable`, count with the default None.
+    """
     parameters = list(inspect.signature(forward).parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return None
     known = {p.name: p.default for p in parameters if p.default is not p.empty}
-    asked, _ = _asked(inspect.unwrap(forward))
+    asked = _asked(inspect.unwrap(forward))[0] | nullable
     return known | {p.name: None for p in parameters if p.default is p.empty and p.name in asked}
 
 
@@ -43,9 +56,10 @@ class Usual(NamedTuple):
 
     def entered(self, source: str) -> str:
         """A forward that hands usual calls to the one of this source, and declines others."""
-        before, _, last = source.rpartition("def forward(")
+        # Without the line's start a string among the defaults could hold it.
+        before, _, last = f"\n{source}".rpartition("\ndef forward(")
         return (
-            f"{before}def _usual({last}\n"
+            f"{before}\ndef _usual({last}\n"
             f"def forward{self.signature}:\n"
             f"    if not ({self.condition}):\n"
             "        return NotImplemented\n"
@@ -53,14 +67,21 @@ class Usual(NamedTuple):
         )
 
 
-def usual_of(forward: Callable[..., Any]) -> Usual | None:
+# Names in the source of `Usual.entered`.
+_RESERVED = frozenset({"type", "int", "float", "str", "NotImplemented", "_usual"})
+
+
+def usual_of(forward: Callable[..., Any], nullable: frozenset[str] = frozenset()) -> Usual | None:
     """The usual calls of a forward; None if it has no optional arguments, defaults that are no
-    plain values, or a decorator, which may tell an argument from its default."""
+    plain values, or a decorator, which may tell an argument from its default. `nullable`: required
+    arguments with which it does something else if they are None."""
     if inspect.unwrap(forward) is not forward:
         return None
     parameters = list(inspect.signature(forward).parameters.values())[1:]
+    if not _RESERVED.isdisjoint(p.name for p in parameters):
+        return None
     names: list[str] = []
-    asked, _ = _asked(forward)
+    asked = _asked(forward)[0] | nullable
     conditions, defaults = [], dict[str, Any]()
     for p in parameters:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
@@ -74,9 +95,12 @@ def usual_of(forward: Callable[..., Any]) -> Usual | None:
                 return None
             defaults[p.name] = p.default
             kind = type(p.default).__name__
-            is_one = p.default is None or isinstance(p.default, bool)
-            same = f"{p.name} is {p.default!r}"
-            same = same if is_one else f"type({p.name}) is {kind} and {p.name} == {p.default!r}"
+            if p.default is None or isinstance(p.default, bool):
+                same = f"{p.name} is {p.default!r}"
+            elif isinstance(p.default, float):  # 0.0 is not -0.0
+                same = f"type({p.name}) is float and {p.name}.hex() == {p.default.hex()!r}"
+            else:
+                same = f"type({p.name}) is {kind} and {p.name} == {p.default!r}"
             conditions.append(same)
         elif p.name in asked:
             conditions.append(f"{p.name} is not None")
@@ -149,6 +173,17 @@ def trials(optional: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def looks_at(graph: fx.Graph, values: dict[str, Any], traced: fx.Graph) -> bool:
     """Whether a graph of stand-ins is another one than that which was traced with these values."""
     return _canonical(graph, values) != _canonical(traced, values)
+
+
+def computes_with_none(graph: fx.Graph) -> bool:
+    """Whether a graph has an operator of Python with None, which only a stand-in takes."""
+    return any(
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and getattr(node.target, "__module__", "") == "_operator"
+        and None in node.args
+        for node in graph.nodes
+    )
 
 
 def _canonical(graph: fx.Graph, values: dict[str, Any]) -> list[Any]:

@@ -191,7 +191,7 @@ class Tracer(fx.Tracer):
         if obj.node.op == "get_attr" and torch.Tensor in flat:
             return isinstance(_registered(self.root, str(obj.node.target)), kinds)
         if not {torch.Tensor, list, tuple} & set(flat):
-            if obj.node.op == "placeholder" and obj.node.args:  # optional: may be a str, say
+            if obj.node.op == "placeholder":  # may be a str or a dict, say
                 self.guessed = "its forward asks for the type of its input"
             return isinstance(obj, kinds)
         if obj.node not in self.kinds:

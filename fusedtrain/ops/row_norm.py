@@ -141,6 +141,11 @@ def _gains(kind: str, input: Tensor) -> bool:
 _MIXED = frozenset({"cpu"})
 
 
+def _is_inference(*tensors: Tensor | None) -> bool:
+    """Whether autograd refuses to save one of these."""
+    return any(t is not None and t.is_inference() for t in tensors)
+
+
 def _takes(
     input: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     shape: Sequence[int], centered: bool,
@@ -162,6 +167,7 @@ def _takes(
         and fits(one, bias)
         and one.dtype is wide_of(input)
         and one.device == input.device
+        and not (needs_grad(one, bias) and _is_inference(input, residual))
         and (not centered or input.device.type in _MIXED)
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import pickle
 from typing import Any
 
@@ -52,6 +53,56 @@ class ByTraining(Block):
         return self.body(x if mask is None else x * mask)
 
 
+def masked(x: Tensor, mask: Any) -> Tensor:
+    return x if mask is None else x * 2
+
+
+class AskedByMethod(Block):
+    """A method asks for a required argument, so the code of the forward does not show it."""
+
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        return self.masked(self.body(x), mask)
+
+    def masked(self, x: Tensor, mask: Any) -> Tensor:
+        return masked(x, mask)
+
+
+class AskedInClosure(Block):
+    def forward(self, x: Tensor, mask: Any, extra: Any = None) -> Tensor:
+        def masked(y: Tensor) -> Tensor:
+            return y if mask is None else y * mask
+
+        return masked(self.body(x if extra is None else x + extra))
+
+
+class AskedByParent(AskedByMethod):
+    def forward(self, x: Tensor, mask: Any) -> Tensor:
+        return super().forward(x, mask)
+
+
+class AskedForTheFirst(Block):
+    def forward(self, mask: Any, x: Tensor) -> Tensor:
+        return masked(self.body(x), mask)
+
+
+class NamesOfOurs(Block):
+    """Our functions on the way to a forward have arguments of these names."""
+
+    def forward(self, x: Tensor, module: Any = None, function: Any = None) -> Tensor:
+        x = x if module is None else x * module
+        return self.body(x if function is None else x * function)
+
+
+class SignedZero(Block):
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return self.body(x) * math.copysign(1.0, shift)
+
+
+class CodeInText(Block):
+    def forward(self, x: Tensor, mode: str = "\ndef forward('\"") -> Tensor:
+        return self.body(x) * len(mode)
+
+
 X, T = torch.randn(2, 4, 5, 5), torch.randn(2, 4)
 # Usual calls, then others.
 CALLS: dict[type[Block], tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], ...]] = {
@@ -60,6 +111,13 @@ CALLS: dict[type[Block], tuple[list[tuple[tuple[Any, ...], dict[str, Any]]], ...
     Default: ([((X,), {}), ((), {"x": X}), ((X, None, 1.5), {"mode": "a"})],
               [((X, X), {}), ((X,), {"mode": "b"}), ((X,), {"factor": 2.0})]),
     ByTraining: ([((X,), {})], [((X, X), {}), ((X,), {"mask": X})]),
+    AskedByMethod: ([((X, X), {})], [((X, None), {})]),
+    AskedInClosure: ([((X, X), {})], [((X, None), {}), ((X, X, X), {})]),
+    AskedByParent: ([((X, X), {})], [((X, None), {})]),
+    AskedForTheFirst: ([((X, X), {})], [((None, X), {})]),
+    NamesOfOurs: ([((X,), {"module": None})], [((X,), {"module": X}), ((X,), {"function": X})]),
+    SignedZero: ([((X,), {}), ((X, 0.0), {})], [((X, -0.0), {}), ((X, 1.0), {})]),
+    CodeInText: ([((X,), {})], [((X, "a"), {})]),
 }  # fmt: skip
 
 
@@ -130,9 +188,44 @@ class Decorated(Block):
         return self.body(x if mask is None else x * mask)
 
 
-@pytest.mark.parametrize("kind", [MayBeNone, OnlyByName, Shape, Decorated])
+class NameOfABuiltin(Block):
+    """The condition of usual calls could not ask for types."""
+
+    def forward(self, x: Tensor, type: str = "a") -> Tensor:
+        return self.body(x) if type == "a" else x
+
+
+class OwnName(Block):
+    def forward(self, x: Tensor, _usual: Any = None) -> Tensor:
+        return self.body(x) if _usual is None else x
+
+
+class AsksForType(Block):
+    """A required argument may be something else than a tensor."""
+
+    def forward(self, x: Any) -> Tensor:
+        return self.body(x["image"] if isinstance(x, dict) else x)
+
+
+@pytest.mark.parametrize(
+    "kind", [MayBeNone, OnlyByName, Shape, Decorated, NameOfABuiltin, OwnName, AsksForType]
+)
 def test_forwards_that_stay(kind: type[Block]) -> None:
     model = kind()
     report = fusedtrain.convert(model, X)
     assert not report.group_norms
     assert rewritten_of(model) is None
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor, shortcut: Tensor) -> Tensor:
+        shortcut += x
+        return self.body(x) + shortcut
+
+
+def test_operators_with_none_are_no_answer() -> None:
+    model = InPlace()
+    fusedtrain.convert(model, (X, X.clone()))
+    rewritten = rewritten_of(model)
+    assert rewritten is not None
+    assert "NotImplemented" not in rewritten.source

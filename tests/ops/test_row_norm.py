@@ -155,6 +155,21 @@ def test_errors_are_those_of_torch() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_input_from_inference_mode_beside_a_weight_with_a_gradient(dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        x = torch.randn(3, 6).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    weight, twin = leaf(6, dtype=wide), torch.ones(6, dtype=wide, requires_grad=True)
+    weight.data.fill_(1)
+    y, stock = F.rms_norm(x, [6], weight), torch_functional.rms_norm(x, [6], twin)
+    assert isinstance(y, Tensor)
+    y.sum().backward()
+    stock.sum().backward()
+    torch.testing.assert_close(y, stock)
+    torch.testing.assert_close(weight.grad, twin.grad)
+
+
 def test_autocast() -> None:
     w = torch.randn(6)
     with torch.autocast("cpu", torch.bfloat16):
