@@ -35,6 +35,10 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "DepthwiseConv3d": (4, 4, (1, 3, 3)),
     "DropPath": (0.5,),
     "Dropout": (0.5,),
+    "GroupNorm": (2, 4),
+    "GroupNormAct": (4, 2),
+    "GroupNorm1Act": (4,),
+    "LayerNorm2d": (4,),
     "MaxPool2d": (2,),
     "NormalizeImages": ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),
     "PReLU": (4,),
@@ -49,7 +53,9 @@ INPUTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "BatchNormAddAct": lambda x, pixels: (x, x * 0.5),
     "NormalizeImages": lambda x, pixels: (pixels,),
 }
-NAMES = [name for name in fnn.__all__ if isinstance(getattr(fnn, name), type)]
+# The TorchScript exporter lacks torch's own RMS norm, too.
+_CLASSES = [name for name in fnn.__all__ if isinstance(getattr(fnn, name), type)]
+NAMES = [name for name in _CLASSES if name != "RMSNorm"]
 
 
 def randomized(model: nn.Module) -> nn.Module:

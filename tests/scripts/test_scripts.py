@@ -47,7 +47,7 @@ from scripts.harness import (
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Kinds of entries in the report of `convert`.
-KINDS = ("converted", "norms", "calls", "products", "branches")
+KINDS = ("converted", "norms", "group_norms", "calls", "products", "branches")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,9 @@ SCRIPTS: dict[str, tuple[Callable[..., Run], Expected]] = {
     },
     "diffusion": (
         diffusion.main,
-        Expected(({"calls": 1},), {"its forward stores something": 1}, narrow=1e-2),
+        Expected(
+            ({"calls": 1, "group_norms": 4},), {"its forward stores something": 2}, narrow=1e-2
+        ),
     ),
     "bert_trainer": (bert_trainer.main, Expected(({"converted": 3},), tolerance=1e-8)),
     "deeplab": (deeplab.main, Expected(({"norms": 1},), narrow=1e-2)),
