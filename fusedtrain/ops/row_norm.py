@@ -326,7 +326,8 @@ def layer_norm_channels(
             x = input if has_torch_layout(input) else in_torch_layout(input)
             output: Tensor = _run(x, None, weight, bias, 1, 1, eps, True)
             return output
-    channels = int(input.size(1))  # a constant for torch.jit.trace: ONNX knows no other
-    y = torch_functional.layer_norm(input.movedim(1, -1), [channels], weight, bias, eps)
-    y = y.movedim(-1, 1)
+    # A constant, and dimensions from the left: the TorchScript exporter of ONNX knows no other.
+    channels, last = int(input.size(1)), input.dim() - 1
+    y = torch_functional.layer_norm(input.movedim(1, last), [channels], weight, bias, eps)
+    y = y.movedim(last, 1)
     return y.contiguous() if input.is_contiguous() else y
