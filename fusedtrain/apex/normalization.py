@@ -53,7 +53,19 @@ class FusedRMSNorm(RMSNorm):
         super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _Mixed(nn.Module):
+    """Casts the input to the dtype of the weight, which is always there."""
+
+    weight: nn.Parameter
+
+    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(normalized_shape, eps, **{**kwargs, "elementwise_affine": True})
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.to(self.weight.dtype))
+
+
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """:class:`FusedLayerNorm` with parameters, whose dtype the output has.
 
     Example:
@@ -62,14 +74,8 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         torch.float32
     """
 
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps, **{**kwargs, "elementwise_affine": True})
 
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype))
-
-
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """:class:`FusedRMSNorm` with a weight, whose dtype the output has.
 
     Example:
@@ -77,9 +83,3 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         >>> MixedFusedRMSNorm(2)(torch.ones(1, 2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
-
-    def __init__(self, normalized_shape: Any, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, eps, **{**kwargs, "elementwise_affine": True})
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.to(self.weight.dtype))
