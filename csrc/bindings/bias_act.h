@@ -61,12 +61,7 @@ struct BiasActivation {
     const BiasArguments kept(op, call, input, bias, seed, dim, activation, a, b, gain, clamp, p);
     const Tensor x = with_channels(op, input, bias.has_value() ? dim : -1, 1, call.shape);
     Tensor r;
-    if (residual.has_value()) {
-      check_device<Backend>(op, "residual", *residual, input);
-      check_same(*residual, input, op, "residual", "input");
-      r = dense_like(*residual, x);
-      call.residual = read_data(r);
-    }
+    call.residual = read_like<Backend>(op, "residual", residual, input, x, r);
     Tensor y = new_output<Backend>(x);
     if (x.numel() > 0) {
       call.x = read_data(x);

@@ -5,6 +5,7 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace fusedtrain {
 namespace {
@@ -48,6 +49,17 @@ inline Tensor as_promised(const Tensor& result, const Tensor& walked, const Tens
   if (same_layout(result, promised)) return result;
   torch::stable::copy_(promised, result);
   return promised;
+}
+
+// Data of an optional tensor like `input`, in the layout of `walked`; `kept` holds them.
+template <class Backend>
+const void* read_like(const char* op, const char* name, const std::optional<Tensor>& t,
+                      const Tensor& input, const Tensor& walked, Tensor& kept) {
+  if (!t.has_value()) return nullptr;
+  check_device<Backend>(op, name, *t, input);
+  check_same(*t, input, op, name, "input");
+  kept = dense_like(*t, walked);
+  return read_data(kept);
 }
 
 // Compute dtype of a tensor.

@@ -93,12 +93,8 @@ struct RowNorms {
                     ": only a centered norm has a bias");
     Tensor r, sum = new_contiguous(x, {0}, x.scalar_type());
     Tensor mean = new_contiguous(x, {0}, wide_type(x));
-    if (residual.has_value()) {
-      check_device<Backend>(op, "residual", *residual, x);
-      check_same(*residual, x, op, "residual", "input");
-      r = dense_like(*residual, x);
-      sum = new_output<Backend>(x);
-    }
+    const void* added = read_like<Backend>(op, "residual", residual, x, x, r);
+    if (residual.has_value()) sum = new_output<Backend>(x);
     const Backend backend(x);
     Tensor y = new_output<Backend>(x), rstd = shape.new_statistics(x);
     if (centered) mean = shape.new_statistics(x);
@@ -107,7 +103,7 @@ struct RowNorms {
       static_cast<RowNorm&>(call) = shape.call;
       call.eps = eps;
       call.x = read_data(x);
-      if (residual.has_value()) call.residual = read_data(r);
+      call.residual = added;
       if (residual.has_value()) call.sum = write_data(sum);
       call.y = write_data(y);
       if (centered) call.mean = write_data(mean);
@@ -139,18 +135,13 @@ struct RowNorms {
     call.rstd = shape.statistics_of(op, "rstd", rstd, x);
     const Tensor g = dense_like(grad, x);
     Tensor more;
-    if (grad_sum.has_value()) {
-      check_device<Backend>(op, "grad_sum", *grad_sum, x);
-      check_same(*grad_sum, x, op, "grad_sum", "input");
-      more = dense_like(*grad_sum, x);
-    }
+    call.grad_sum = read_like<Backend>(op, "grad_sum", grad_sum, x, x, more);
     const Backend backend(x);
     Tensor gx = new_output<Backend>(x);
     Tensor sums[] = {new_contiguous(x, {needs_weight ? call.n : 0}, wide_type(x)),
                      new_contiguous(x, {needs_bias ? call.n : 0}, wide_type(x))};
     if (x.numel() > 0) {
       call.grad = read_data(g);
-      if (grad_sum.has_value()) call.grad_sum = read_data(more);
       call.x = read_data(x);
       call.grad_input = write_data(gx);
       if (needs_weight) call.grad_weight = write_data(sums[0]);

@@ -49,12 +49,7 @@ struct ScaledSums {
     const Backend backend(input);
     const Tensor x = with_channels(op, input, dim, samples, call.shape);
     Tensor r;
-    if (residual.has_value()) {
-      check_device<Backend>(op, "residual", *residual, input);
-      check_same(*residual, input, op, "residual", "input");
-      r = dense_like(*residual, x);
-      call.residual = read_data(r);
-    }
+    call.residual = read_like<Backend>(op, "residual", residual, input, x, r);
     Tensor y = new_output<Backend>(x);
     if (x.numel() > 0) {
       call.x = read_data(x);
