@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
              "gated_formula": "_gates", "group_norm_act_of": "_fused_calls",
              "group_normed": "_fused_calls", "laid_out_as": "_gates", "method": "_formulas",
-             "norm_act_of": "_fused_calls",
+             "norm_act_of": "_fused_calls", "rms_normed": "_row_norms",
              "with_epilogue": "_fused_calls", "Epilogue": "_fused_calls"}  # fmt: skip
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -47,6 +47,7 @@ from ._formulas import (
     other_call_of,
 )
 from ._report import Applied
+from ._row_norms import WORDS as OF_ROW_NORMS
 from ._rules import GAINS_NOTHING, Rules, gains
 from ._units import Change, Copy, Unit
 
@@ -57,7 +58,7 @@ _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _AMBIGUOUS = {"threshold"}  # the name of many things
 _NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
-_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
+_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES} | OF_ROW_NORMS
 
 
 class Candidates:

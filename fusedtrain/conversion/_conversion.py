@@ -36,6 +36,7 @@ from ._in_place import can_overwrite, idle_biases
 from ._norms import Finder
 from ._report import ConversionReport, Converted, LookedAt
 from ._rewrite import FusionPlan
+from ._row_norms import find_row_norms
 from ._rules import GAINS_NOTHING, Rules, gains
 from ._sites import EpilogueStep, Site, has_own_steps
 from ._units import Unit
@@ -92,6 +93,7 @@ class Conversion:
             *find_group_norms(self.rules),
             *find_products(self.rules),
             *find_branches(self.rules, dropout),
+            *find_row_norms(self.rules),
             *find_calls(self.rules, candidates, known, memory),
         ]
         self.left = list(left_modules(self.flow, candidates, known | {id(n) for n in self.norms}))

@@ -54,26 +54,29 @@ _LLAMA = _TEXT | {"num_key_value_heads": 2}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 _VIT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 16,
         "num_attention_heads": 4, "patch_size": 8}  # fmt: skip
-# Name -> model, arguments of its configuration, activations and gated products.
-MODELS: dict[str, tuple[str, dict[str, Any], int, int]] = {
-    "Llama": ("LlamaModel", _LLAMA, 2, 2),
-    "Mistral": ("MistralModel", _LLAMA, 2, 2),
-    "Gemma": ("GemmaModel", _LLAMA | {"head_dim": 8}, 2, 2),
-    "GPT2": ("GPT2Model", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60} | _IDS, 2, 0),
-    "Bert": ("BertModel", _TEXT, 3, 0),
+# Name -> model, arguments of its configuration, activations, gated products and RMS norms.
+MODELS: dict[str, tuple[str, dict[str, Any], int, int, int]] = {
+    "Llama": ("LlamaModel", _LLAMA, 2, 2, 5),
+    "Mistral": ("MistralModel", _LLAMA, 2, 2, 5),
+    "Gemma": ("GemmaModel", _LLAMA | {"head_dim": 8}, 2, 2, 5),  # 1 + weight
+    "GPT2": (
+        "GPT2Model", {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60} | _IDS, 2, 0, 0
+    ),
+    "Bert": ("BertModel", _TEXT, 3, 0, 0),
     "T5": ("T5EncoderModel", {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 4, "d_kv": 8,
-                              "vocab_size": 60, "feed_forward_proj": "gated-gelu"}, 0, 2),
-    "Qwen2": ("Qwen2Model", _LLAMA, 2, 2),
-    "Phi3": ("Phi3Model", _LLAMA | _IDS, 2, 2),  # gate and value are chunks of one output
-    "ViT": ("ViTModel", _VIT, 3, 0),
-    "ConvNext": ("ConvNextModel", {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}, 8, 0),
+                              "vocab_size": 60, "feed_forward_proj": "gated-gelu"}, 0, 2, 5),
+    "Qwen2": ("Qwen2Model", _LLAMA, 2, 2, 5),
+    "Qwen3": ("Qwen3Model", _LLAMA | {"head_dim": 8}, 2, 2, 9),  # of queries and keys, too
+    "Phi3": ("Phi3Model", _LLAMA | _IDS, 2, 2, 5),  # gate and value are chunks of one output
+    "ViT": ("ViTModel", _VIT, 3, 0, 0),
+    "ConvNext": ("ConvNextModel", {"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}, 8, 0, 0),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     package: Any = transformers()
-    kind, options, activations, products = MODELS[name]
+    kind, options, activations, products, norms = MODELS[name]
     torch.manual_seed(0)
     model = getattr(package, kind)(getattr(package, f"{name}Config")(**options)).train()
     key, example = "input_ids", torch.randint(3, 60, (2, 7))
@@ -81,7 +84,9 @@ def test_models(name: str) -> None:
         key, example = "pixel_values", torch.randn(2, 3, *(2 * (16 if name == "ViT" else 32,)))
     stock, keys = copy.deepcopy(model), list(model.state_dict())
     report = fusedtrain.convert(model, {key: example})
-    assert len(report.converted) + len(report.calls) == activations
+    functions = [call.activation for call in report.calls]
+    assert functions.count("rms_norm") == norms
+    assert len(report.converted) + len(functions) - norms == activations
     assert len(report.products) == products
     assert list(model.state_dict()) == keys
     with torch.no_grad():

@@ -36,7 +36,7 @@ TRUE: dict[str, tuple[set[str], set[str]]] = {
     "timm_resnet": (_FUSES | _SCALED, _SCALED),
     "timm_convnext": (_FUSES | _SCALED, _SCALED),
     "torchvision_reference": (_FUSES | _SCALED | _CLONES, _SCALED | _CLONES),
-    "transformers_Llama": (set(), set()),
+    "transformers_Llama": (_FUSES, set()),
     "transformers_GPT2": (_FUSES, set()),
     "transformers_Bert": (set(), set()),
     "transformers_ViT": (set(), set()),

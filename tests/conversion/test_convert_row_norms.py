@@ -1,0 +1,261 @@
+"""RMS norms written out as calls, which convert makes one op: which formulas are, and which not."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fusedtrain
+
+WIDTH = 24
+
+
+class Norm(nn.Module):
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.other = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
+        self.eps = eps
+
+
+class Llama(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = x.dtype
+        x = x.to(torch.float32)
+        variance = x.pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        return self.weight * x.to(dtype)
+
+
+class T5(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.eps)
+        if self.weight.dtype in [torch.float16, torch.bfloat16]:
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+class Gemma(Norm):
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._norm(x.float()) * (1.0 + self.weight.float())).type_as(x)
+
+
+class Divided(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        return (y / torch.sqrt(torch.mean(y * y, dim=-1, keepdim=True) + self.eps)).to(x) * 2**0
+
+
+class Bare(Norm):
+    """Without a weight, and as wide as the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 / (x.square().mean((-1,), True) + self.eps).sqrt())
+
+
+class Powered(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * (self.eps + torch.mean(x**2, -1, keepdim=True)) ** -0.5
+
+
+WRITTEN = [Llama, T5, Gemma, Bare, Powered]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.parametrize("cls", WRITTEN)
+@pytest.mark.parametrize(("of_input", "of_weight"), [*itertools.product(DTYPES, DTYPES)])
+def test_written(cls: type[Norm], of_input: torch.dtype, of_weight: torch.dtype) -> None:
+    """Dtypes are those of the stock forward. Numbers are as near to float64, or nearer."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(cls()).to(of_weight)
+    model = copy.deepcopy(stock)
+    assert [call.activation for call in fusedtrain.convert(model).calls] == ["rms_norm"]
+    x = torch.randn(3, 5, WIDTH).to(of_input)
+    g = torch.randn(3, 5, WIDTH).to(stock(x).dtype)
+
+    def run(net: nn.Module, x: Tensor, g: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = net(x)
+        wanted = [x] if cls is Bare else [x, net[0].weight]
+        return [y, *torch.autograd.grad(y, wanted, g)]
+
+    # Stock's arithmetic in float64: .float() and float32 squares must not narrow it.
+    exact_net = Powered().double()
+    factor = 1 + stock[0].weight.double() if cls is Gemma else stock[0].weight.double()
+    exact_net.weight.data = torch.ones(WIDTH).double() if cls is Bare else factor.detach()
+    exact = run(nn.Sequential(exact_net), x.double(), g.double())
+    for want, got, truth in zip(run(stock, x, g), run(model, x, g), exact):
+        assert got.dtype is want.dtype
+        off, most = ((t.double() - truth).abs().max().item() for t in (got, want))
+        assert off <= max(most, 8 * torch.finfo(torch.float32).eps * truth.abs().max().item())
+
+
+class NoSquare(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.mean(-1, keepdim=True) + self.eps)
+
+
+class OtherDimension(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + self.eps)
+
+
+class NoKeepdim(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1) + self.eps)
+
+
+class NoEps(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
+
+
+class TwoWeights(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (
+            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.other
+        )
+
+
+class TwoPlus(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (2 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class Cubes(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + self.eps)
+
+
+class Twice(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x * r * r
+
+
+class OfTwo(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt((x * self.other).mean(-1, keepdim=True) + self.eps)
+
+
+class Kept(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = x.pow(2).mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(self.last + self.eps)
+
+
+class NoGrad(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * x * r
+
+
+class Centered(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+class Truncated(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(torch.int64)
+
+
+class Overflowing(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (1e6 * x).half() * torch.rsqrt((x * x).mean(-1, True) + self.eps)
+
+
+NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, TwoPlus, Cubes, Twice, OfTwo, Kept,
+        NoGrad, Centered, Truncated, Overflowing]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", NONE)
+def test_no_rms_norm(cls: type[Norm]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(cls()), torch.rand(WIDTH, WIDTH) + 0.5
+    want = model(x)
+    assert not fusedtrain.convert(model, x).calls
+    assert torch.equal(model(x), want)
+
+
+def changed_eps(norm: Norm) -> None:
+    norm.eps = 1.0
+
+
+def narrowed(norm: Norm) -> None:
+    norm.weight.data = norm.weight.data.bfloat16()
+
+
+def replaced(norm: Norm) -> None:
+    norm.weight = nn.Parameter(torch.ones(WIDTH) * 3)
+
+
+def hooked(norm: Norm) -> None:
+    norm.register_forward_hook(lambda _m, _a, y: y + 1)
+
+
+@pytest.mark.parametrize("edit", [changed_eps, narrowed, replaced, hooked])
+@pytest.mark.parametrize("cls", [Llama, T5, Gemma])
+@pytest.mark.filterwarnings("ignore:.*is not what fusedtrain.convert found:UserWarning")
+def test_edits_after_convert_count(cls: type[Norm], edit: Callable[[Norm], None]) -> None:
+    stock = nn.Sequential(cls())
+    model = copy.deepcopy(stock)
+    fusedtrain.convert(model)
+    edit(stock[0])
+    edit(model[0])
+    x = torch.randn(2, WIDTH)
+    want, got = stock(x), model(x)
+    assert got.dtype is want.dtype
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape", [(WIDTH + 1,), (2, 1), (0, WIDTH), ()])
+def test_unusual_sizes_are_the_stock_forwards(shape: tuple[int, ...]) -> None:
+    """Widths that broadcast or raise, empty tensors and numbers."""
+    stock = nn.Sequential(Llama())
+    model, x = copy.deepcopy(stock), torch.randn(shape)
+    fusedtrain.convert(model)
+    try:
+        want = stock(x)
+    except (RuntimeError, IndexError) as error:
+        with pytest.raises(type(error)):
+            model(x)
+    else:
+        torch.testing.assert_close(model(x), want)
+
+
+def test_copies_pickles_and_revert() -> None:
+    model, x = nn.Sequential(Llama()), torch.randn(2, WIDTH)
+    want = model(x)
+    fusedtrain.convert(model)
+    for net in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        y = net(x)
+        torch.testing.assert_close(y, want)
+        assert y.grad_fn.name() != want.grad_fn.name()
+    assert fusedtrain.revert(model) == 1
+    assert torch.equal(model(x), want)
+
+
+def test_second_derivatives_and_vmap() -> None:
+    stock = nn.Sequential(Gemma())
+    model, x = copy.deepcopy(stock), torch.randn(3, WIDTH)
+    fusedtrain.convert(model)
+    for function in (
+        lambda net: torch.func.vmap(net)(x),
+        lambda net: torch.func.jacrev(net)(x[0]),
+        lambda net: torch.func.hessian(lambda v: net(v).sin().sum())(x[0]),
+    ):
+        torch.testing.assert_close(function(model), function(stock), rtol=1e-4, atol=1e-5)
