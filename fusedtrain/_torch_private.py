@@ -36,6 +36,8 @@ disable_dynamo = torch._compile._disable_dynamo
 # A reshaped tensor that is no view for autograd: a Function may return it, and whoever gets it may
 # modify it in place.
 unsafe_view = torch.ops.aten._unsafe_view.default
+# The gradient of softmax's input: of its output's gradient, output, dimension and input's dtype.
+softmax_backward = torch.ops.aten._softmax_backward_data.default
 
 
 def skip_frame(function: Any) -> None:

@@ -1,5 +1,4 @@
-"""The names, arguments and numerics of ``torch.nn.functional``. Functions that are no activation
-describe in their docstrings how they differ from the rules below.
+"""The names, arguments and numerics of ``torch.nn.functional``; the rules below are of activations.
 
 Shared by all activations: ``input`` has any shape, dtype float32, float64, float16 or bfloat16
 (other dtypes run in eager torch, with its results and errors). The result has the shape, dtype and
@@ -26,6 +25,7 @@ from ._graph.fx import handle as _handle
 from .ops import activations as _activations, few_bit as _few_bit
 from .ops._library import public_in as _public_in
 from .ops.activations_beyond_torch import *  # noqa: F403
+from .ops.attention import *  # noqa: F403
 from .ops.batch_norm import *  # noqa: F403
 from .ops.bias_act import *  # noqa: F403
 from .ops.channelwise import *  # noqa: F403

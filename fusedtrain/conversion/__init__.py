@@ -56,7 +56,8 @@ MEMORY = ("store", "recompute", "inplace", "q8")  # what may become of outputs
 
 def __getattr__(name: str) -> Any:
     # Functions that rewritten forwards call: with them the finders of `convert` would be imported.
-    homes = {"activated": "_formulas", "add_branch": "_branches", "gated_by": "_gates",
+    homes = {"activated": "_formulas", "add_branch": "_branches", "attending": "_attention",
+             "gated_by": "_gates",
              "gated_formula": "_gates", "group_norm_act_of": "_fused_calls",
              "group_normed": "_fused_calls", "laid_out_as": "_gates", "method": "_formulas",
              "norm_act_of": "_fused_calls", "rms_normed": "_row_norms",
@@ -92,7 +93,8 @@ def convert(
     parameters, buffers, gradients, attributes, objects that modules reach, random generators.
     Depthwise convolutions for which torch's kernels are faster in all passes of the example, and
     would be in bfloat16, keep their forward, if `memory` is "store". Under autocast float32 decides
-    whether a swap is right.
+    whether a swap is right. Modules that call torch's attention run it with ours, on a CPU, in 16
+    bits, where that is faster.
 
     A converted activation may keep its output for backward where torch keeps its input. A model
     that modifies that output in place, `y = act(x); y += z`, raises torch's error then: exclude
@@ -114,8 +116,8 @@ def convert(
         dropout: "torch" leaves dropout, and with it the random numbers that torch draws; "fused"
             computes `nn.Dropout` and `F.dropout`, and sums of a shortcut and an `nn.Dropout`, with
             :func:`fusedtrain.functional.dropout`: the same distribution, other numbers for the same
-            seed, and 16 bytes for backward in place of a mask. Models are compared without dropout.
-            Dropout in place and that within torch's attention stay. Converting again with "torch"
+            seed, and 16 bytes for backward in place of a mask. So does attention, on a CPU. Models
+            are compared without dropout. Dropout in place stays. Converting again with "torch"
             leaves fused ones: revert first.
         verify: False does not run the example, for models that are too large to run twice.
         dry_run: True returns the report and leaves the model as it is.
@@ -143,6 +145,7 @@ def convert(
     True
     """
     # Tracing and comparing take as long to import as half of the package.
+    from ._attention import multi_head_modules
     from ._conversion import Conversion
     from ._trials import prove
 
@@ -177,9 +180,12 @@ def convert(
             "is done to it, or run it within fusedtrain.recompute()"
         )
     original_of(model, "convert")  # warns; names are those of `model`, with its _orig_mod
-    entries, excluded = find_classes(model, exclude, dropout == "fused")
+    entries, excluded = find_classes(model, exclude, dropout == "fused", memory == "recompute")
     conversion = Conversion(model, entries, excluded, memory, dropout == "fused")
     if example_inputs is None or not verify:
+        if dropout == "fused":
+            conversion.attend(multi_head_modules(model))
+            conversion.choose()
         conversion.install()
         proof = None
     else:

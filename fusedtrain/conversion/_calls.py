@@ -28,6 +28,7 @@ from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
 from ..reference.pointwise import INDEX, POINTWISE
 from ._algebra import TELLING, is_clamp_of_relu
+from ._attention import WORDS as OF_ATTENTION, is_attention
 from ._branches import may_have_branches
 from ._classes import Decision
 from ._formulas import (
@@ -37,6 +38,7 @@ from ._formulas import (
     OTHERS,
     Match,
     activated,
+    attention_of,
     dropout_of,
     is_activation,
     matches_of,
@@ -57,8 +59,9 @@ _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _AMBIGUOUS = {"threshold"}  # the name of many things
-_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
-_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES} | OF_ROW_NORMS
+_NORMS = {"layer_norm", "rms_norm"}
+_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values()) - _NORMS
+_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES} | _NORMS | OF_ROW_NORMS | OF_ATTENTION
 
 
 class Candidates:
@@ -193,7 +196,7 @@ def find_calls(
                 continue
             of_use = not match or match.is_formula or gains(function, match.in_place, memory)
             reason = reason or (rules.of_forward if of_use else rules.of_graphs)(trace)
-            if is_told or (of_use and not reason):
+            if (is_told and function not in _NORMS) or (of_use and not reason):
                 change = match and Change(trace, match.nodes, node, _kept(match), crosses=False)
                 yield ActivationCall(
                     name=name,
@@ -218,6 +221,7 @@ def _called(
     module = trace.callee(node)
     match = match or other_call_of(node) or mean_of(node, module)
     match = match or (dropout_of(node) if dropout else None)
+    match = match or (attention_of(node) if is_attention(node, dropout) else None)
     if match is not None:
         reason = "" if module is None else rules.of_part(module, "its module")
         return match.name, match, reason
@@ -294,15 +298,15 @@ def _encoder(layer: nn.Module) -> Decision | None:
     name, in_place = FUNCTIONS.get(activation, ("", False))
     if not name or in_place or activation is getattr(fused_functional, name):
         return None
-    return Decision(layer, type(layer), {"activation": getattr(fused_functional, name)})
+    fused = getattr(fused_functional, name)
+    target = f"fusedtrain.functional.{name}"
+    return Decision(layer, type(layer), {"activation": fused}, target=target)
 
 
 def target_of(entry: Decision) -> str:
     """New class or function of a converted module, for the report."""
     assert entry.fused is not None
-    if entry.fused not in _ENCODERS:
-        return title(entry.fused)
-    return f"fusedtrain.functional.{entry.attributes['activation'].__name__}"
+    return entry.target or title(entry.fused)
 
 
 def left_modules(flow: Flow, candidates: Candidates, known: set[int]) -> Iterator[Unchanged]:

@@ -75,6 +75,8 @@ class Decision:
     attributes: Mapping[str, Any] = field(default_factory=dict)
     reason: str = ""
     names: list[str] = field(default_factory=list)
+    forward: tuple[str, dict[str, str]] | None = None  # its source and imports; the class stays
+    target: str = ""  # in the report; the new class if ""
 
     def twin(self) -> nn.Module:
         """The module as it will be, for questions about it; the module itself stays."""
@@ -84,21 +86,20 @@ class Decision:
         return twin
 
     def swap(self) -> None:
-        """Sets the class of the module. A convolution keeps its class, by which others look layers
-        up (torch.ao, peft, counters of flops), and gets the forward."""
+        """Sets the class of the module, or its forward."""
         assert self.fused is not None
-        if self.fused in DEPTHWISE.values():
-            install(Rewritten(self.module, _CONVOLVE, {"convolve": _CONVOLUTION}))
+        if self.forward is not None:
+            install(Rewritten(self.module, *self.forward))
         else:
             assign(self.module, self.fused, self.attributes)
 
 
 def find_classes(
-    model: nn.Module, exclude: Iterable[type | str], dropout: bool
+    model: nn.Module, exclude: Iterable[type | str], dropout: bool, recomputes: bool
 ) -> tuple[list[Decision], set[int]]:
     """Every activation, max pooling and depthwise convolution of the model once, in the order of
     named_modules, and the ids of excluded modules; changes nothing. `dropout`: every dropout, too,
-    that drops something."""
+    that drops something. `recomputes`: every layer norm, whose output need not be kept then."""
     names, types = _split(exclude)
     entries: dict[int, Decision] = {}
     kept: set[int] = set()
@@ -112,6 +113,8 @@ def find_classes(
         entry = entries.get(id(module)) or _decide(module)
         if entry is None and dropout and isinstance(module, nn.Dropout) and _may_drop(module):
             entry = _decide_dropout(module)
+        if entry is None and recomputes and isinstance(module, nn.LayerNorm):
+            entry = _decide_layer_norm(module)
         if entry is not None:
             entries[id(module)] = entry
             entry.names.append(name)
@@ -179,6 +182,14 @@ def _decide_dropout(module: nn.Dropout) -> Decision:
     return Decision(module, fused_nn.Dropout, reason=unlike(module, nn.Dropout) or in_place)
 
 
+def _decide_layer_norm(module: nn.LayerNorm) -> Decision | None:
+    if isinstance(module, fused_nn.LayerNorm):
+        return Decision(module)
+    if type(module).forward is not nn.LayerNorm.forward:  # what it calls may be found
+        return None
+    return Decision(module, fused_nn.LayerNorm, reason=unlike(module, nn.LayerNorm))
+
+
 def _decide_convolution(module: Any, kind: type) -> Decision | None:
     if not module.groups == module.in_channels > 1:
         return None
@@ -188,7 +199,9 @@ def _decide_convolution(module: Any, kind: type) -> Decision | None:
     if not reason:  # to read a parametrized weight may change buffers, as of spectral_norm
         device = module.weight.device.type
         reason = "" if is_measured(device) else f"torch's own kernels run on {device}"
-    return Decision(module, DEPTHWISE[kind], reason=reason)
+    # It keeps its class, by which others look layers up (torch.ao, peft, counters of flops).
+    forward = _CONVOLVE, {"convolve": _CONVOLUTION}
+    return Decision(module, DEPTHWISE[kind], reason=reason, forward=forward)
 
 
 def is_swapped(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from ..nn.depthwise import DEPTHWISE
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
+from ._attention import find_attention
 from ._branches import find_branches
 from ._calls import Candidates, find_calls, find_modules, left_modules, target_of
 from ._classes import Decision, is_swapped
@@ -98,6 +99,13 @@ class Conversion:
         ]
         self.left = list(left_modules(self.flow, candidates, known | {id(n) for n in self.norms}))
         self.choose()
+
+    def attend(self, callers: Iterable[nn.Module]) -> None:
+        """Takes in the modules that call torch's attention."""
+        entries = find_attention(self.flow, callers, self.excluded, self.dropout)
+        fresh = [e for e in entries if all(e.module is not old.module for old in self.entries)]
+        self.entries += fresh
+        self.activations += [entry for entry in fresh if not entry.reason]
 
     def _take_earlier_back(self) -> None:
         for module in (*self.earlier, *self.classes):

@@ -124,6 +124,8 @@ def _arguments(name: str, node: fx.Node) -> dict[str, Any]:
 # Functions that are no activation of one tensor and numbers.
 OTHERS: dict[Any, str] = {
     torch_functional.glu: "glu",
+    torch_functional.layer_norm: "layer_norm", torch.layer_norm: "layer_norm",
+    torch_functional.rms_norm: "rms_norm", torch.rms_norm: "rms_norm",
     torch_functional.max_pool2d: "max_pool2d", torch.max_pool2d: "max_pool2d",
     torch_functional.prelu: "prelu", torch.prelu: "prelu", "prelu": "prelu",
 }  # fmt: skip
@@ -142,14 +144,22 @@ def dropout_of(node: fx.Node) -> Match | None:
     return None if parameters.pop("inplace", False) else Match(name, parameters, input, (node,))
 
 
+def attention_of(node: fx.Node) -> Match | None:
+    """One call of attention."""
+    name = "scaled_dot_product_attention"
+    parameters = _arguments(name, node)
+    query = parameters.pop("query", None)
+    return Match(name, parameters, query, (node,)) if isinstance(query, fx.Node) else None
+
+
 def other_call_of(node: fx.Node) -> Match | None:
     """One call of a function of `OTHERS` that fusedtrain.functional has with the same arguments:
-    numbers, and the weight of PReLU."""
+    numbers, and tensors called weight and bias."""
     name = name_of_other(node)
     parameters = _arguments(name, node) if name else {}
-    input, weight = parameters.pop("input", None), parameters.get("weight")
-    tensors = [value for value in (input, weight) if isinstance(value, fx.Node)]
-    values = [v for v in parameters.values() if v is not weight]
+    input, *others = parameters.pop("input", None), *map(parameters.get, ("weight", "bias"))
+    tensors = [value for value in (input, *others) if isinstance(value, fx.Node)]
+    values = [v for v in parameters.values() if not isinstance(v, fx.Node) or v not in others]
     items = [i for v in values for i in (v if isinstance(v, (list, tuple)) else [v])]
     if not tensors or not isinstance(input, fx.Node) or parameters.get("return_indices"):
         return None

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as torch_functional
@@ -21,6 +21,7 @@ from .._graph.compiled import without_compiled_code
 from .._graph.example import example_for
 from .._graph.state import duplicate
 from .._torch_private import pytree
+from ._attention import callers_of_attention
 from ._conversion import Conversion
 from ._proof import Errors, Key, Run, run, scouted
 from ._report import Layer, Proof
@@ -88,10 +89,15 @@ def _modules(conversion: Conversion) -> Iterable[nn.Module]:
 
 class without_dropout(TorchFunctionMode):
     """Context in which dropout drops nothing, torch's and ours: their random numbers differ, and so
-    would results. Dropout within torch's attention draws the same numbers in all runs."""
+    would results."""
 
     _SUMS = frozenset({fused_functional.dropout_add})
     _ALONE = frozenset({torch_functional.dropout, torch.dropout, fused_functional.dropout})
+    _PLACES: ClassVar = {  # of `dropout_p`
+        torch_functional.scaled_dot_product_attention: 4,
+        fused_functional.scaled_dot_product_attention: 4,
+        torch_functional.multi_head_attention_forward: 10,
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,6 +111,10 @@ class without_dropout(TorchFunctionMode):
             (tensors,), inputs = args, kwargs.pop("inputs", None)
             with self:
                 return func(_edges(tensors), inputs=inputs and _edges(inputs), **kwargs)
+        if not self._lets and (place := self._PLACES.get(func)) is not None:
+            if len(args) > place:
+                return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
+            return func(*args, **(kwargs | {"dropout_p": 0.0}))
         if self._lets or func not in (*self._ALONE, *self._SUMS):
             return func(*args, **kwargs)
         input = args[0] if args else kwargs["input"]
@@ -137,9 +147,13 @@ class _Trials:
         self.device = next((p.device.type for p in self.model.parameters()), "cpu")
         watched = conversion.watched()
         self._preserver = scouted(self.model, example)
-        with slow_convolutions(conversion.compared_convolutions()) as slow:
+        with (
+            slow_convolutions(conversion.compared_convolutions()) as slow,
+            callers_of_attention() as callers,
+        ):
             self.stock, _ = self._run(watched)
         conversion.undone.update(slow)
+        conversion.attend(callers)
         self._kept_before = self._kept(self.stock)
         self.reference, self._exact = self._in_float32(watched)
         self.noise = self._compared(watched, noise=True)[1]

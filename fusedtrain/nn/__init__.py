@@ -50,7 +50,11 @@ from .group_norm import (
     GroupNormAct as GroupNormAct,
 )
 from .images import NormalizeImages as NormalizeImages
-from .layer_norm import LayerNorm2d as LayerNorm2d, RMSNorm as RMSNorm
+from .layer_norm import (
+    LayerNorm as LayerNorm,
+    LayerNorm2d as LayerNorm2d,
+    RMSNorm as RMSNorm,
+)
 from .norm import (
     BatchNormAct1d as BatchNormAct1d,
     BatchNormAct2d as BatchNormAct2d,

@@ -9,6 +9,27 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 from .. import functional as F
 
 
+class LayerNorm(nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm` whose output need not be kept: within
+    :class:`fusedtrain.recompute` backward computes it again; see
+    :func:`fusedtrain.functional.layer_norm`.
+
+    Example:
+        >>> import torch
+        >>> LayerNorm(2)(torch.tensor([1.0, 3.0])).detach()
+        tensor([-1.0000,  1.0000])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_scripting():
+            return nn.functional.layer_norm(
+                input, self.normalized_shape, self.weight, self.bias, self.eps
+            )
+        shape: Any = self.normalized_shape
+        output: Any = F.layer_norm(input, shape, self.weight, self.bias, self.eps)
+        return output
+
+
 class RMSNorm(nn.RMSNorm):
     """:class:`torch.nn.RMSNorm` in one pass; see :func:`fusedtrain.functional.rms_norm`.
 

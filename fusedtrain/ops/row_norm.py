@@ -133,6 +133,8 @@ _LEAST = {
 
 
 def _gains(kind: str, input: Tensor) -> bool:
+    if _recompute.scope() is not None:  # which keeps none of torch's outputs less
+        return True
     narrow, other = _LEAST.get((input.device.type, kind), (0, 0))
     return input.numel() >= (narrow if input.itemsize == 2 else other)
 

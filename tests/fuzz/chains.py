@@ -166,3 +166,58 @@ def dropout(draw: Callable[..., Any], module: bool = False) -> str:
     return _DROPOUT.format(
         seed=pick(*range(20)), x=x, call=call, p=p, limit=limit, imported=imported
     )
+
+
+_ATTENTION = """\
+import torch
+import fusedtrain.functional as F
+
+torch.manual_seed({seed})
+q, k, v = (torch.randn({batch}, n, {heads}, {width}).to(torch.{dtype}) for n in ({m}, {n}, {n}))
+q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v))
+named = {named}
+
+def run(function, tensors, grad, **named):
+    torch.manual_seed({seed})
+    y = function(*tensors, **named)
+    return y, *torch.autograd.grad(y, tensors, grad)
+
+eye = torch.eye({n}).to(q.dtype).expand({batch}, {heads}, {n}, {n})
+torch.manual_seed({seed})
+dropped = F.scaled_dot_product_attention(q, k, eye, dropout_p={p}, **named)
+factor = (dropped != 0).double() / (1 - {p})
+
+def exact(q, k, v, **named):
+    if named.get("attn_mask") is not None and named["attn_mask"].is_floating_point():
+        named = named | dict(attn_mask=named["attn_mask"].double())
+    weights = torch.nn.functional.scaled_dot_product_attention(q, k, eye.double(), **named)
+    return (weights * factor) @ v
+
+grad = torch.randn({batch}, {heads}, {m}, {width}).to(q.dtype)
+wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+want = run(exact, wide, grad.double(), **named)
+got = run(F.scaled_dot_product_attention, (q, k, v), grad, dropout_p={p}, **named)
+for one, other in zip(got, want):
+    assert one.dtype is q.dtype
+    assert (one.double() - other).norm() <= {limit} * other.norm() + {limit}
+"""
+
+
+@st.composite
+def attention(draw: Callable[..., Any]) -> str:
+    """With dropout the mask is seen through a value of ones on the diagonal."""
+    pick = Pick(draw)
+    batch, heads, m, n = pick(1, 2), pick(1, 3), pick(1, 4, 9), pick(1, 5, 8)
+    dtype = pick(*DTYPES)
+    masks = (
+        "{}",
+        "dict(is_causal=True)",
+        f"dict(attn_mask=torch.rand({m}, {n}) > 0.3)",
+        f"dict(attn_mask=torch.randn({batch}, 1, {m}, {n}).to(torch.{dtype}))",
+        "dict(scale=0.3)",
+    )
+    return _ATTENTION.format(
+        seed=pick(*range(20)), batch=batch, heads=heads, width=pick(1, 4, 16), m=m, n=n,
+        dtype=dtype, named=pick(*masks), p=pick(0.0, 0.25, 0.5),
+        limit=30 * compare.chained(dtype, 1),
+    )  # fmt: skip

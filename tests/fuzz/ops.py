@@ -162,6 +162,7 @@ PROGRAMS: dict[str, Callable[[], st.SearchStrategy[str]]] = {
     **{name: generator.programs for name, generator in _MAKERS.items()},
     "dropout": chains.dropout,
     "dropout_add": chains.dropout,
+    "scaled_dot_product_attention": chains.attention,
     "normalize_images": norms.normalize_images,
 }
 _PUBLIC = {name for name, f in vars(functional).items() if inspect.isfunction(f) and name[0] != "_"}

@@ -190,6 +190,9 @@ CASES: dict[str, Case] = {
     "layer_norm_channels": (
         AnySize(lambda x, w, b: F.layer_norm_channels(x, w, b, 0.1)), (IMAGE, VECTOR, VECTOR),
     ),
+    "scaled_dot_product_attention": (
+        Seeded(partial(F.scaled_dot_product_attention, dropout_p=0.25)), (IMAGE, IMAGE, IMAGE),
+    ),
     "prelu": (F.prelu, (IMAGE, VECTOR)),
     "star_relu": (F.star_relu, (IMAGE, (1,), (1,))),
     **{

@@ -31,6 +31,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "residual_add": lambda x: F.residual_add(x * 2, x, VECTOR, VECTOR[:2], dim=1),
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout_add": lambda x: F.dropout_add(x, x * 2, 0.5),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x, x, x, None, 0.5),
     "bias_act_dropout": lambda x: F.bias_act_dropout(x, VECTOR, "silu", 0.5, dim=1),
     "bias_act": lambda x: F.bias_act(x, VECTOR, dim=1, act="lrelu", clamp=1.0),
     "batch_norm_act": lambda x: F.batch_norm_act(

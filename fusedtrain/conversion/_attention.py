@@ -1,0 +1,159 @@
+"""Modules that call torch's attention: their forward runs with ours in its place.
+
+Few forwards of attention can be traced. So the forward stays what it is, and runs within a context
+that sees the functions which it calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.nn.functional as torch_functional
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from .. import functional as fused_functional
+from .._calls import autocast_is_on
+from .._graph.flow import Flow
+from .._graph.forward import obstacle_of, rewritten_of
+from .._graph.hooks import observing
+from .._graph.modules import is_scripted
+from ..ops.attention import is_faster
+from ._classes import Decision
+
+WORDS = {"scaled_dot_product_attention"}  # in a forward that calls it
+_TORCHS = torch_functional.scaled_dot_product_attention
+_MULTI_HEAD = torch_functional.multi_head_attention_forward
+_TARGET = "fusedtrain.functional.scaled_dot_product_attention"
+_SOURCE = "def forward(self, *args, **kwargs):\n    return attending(self, {}, args, kwargs)\n"
+
+
+def is_attention(node: fx.Node, drops: bool) -> bool:
+    """Whether a call is one of torch's attention that ours can take the place of. `drops`: also
+    with dropout, whose random numbers are ours then."""
+    if node.op != "call_function" or node.target is not _TORCHS:
+        return False
+    p = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return drops or (isinstance(p, (int, float)) and p == 0)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Ours but for dropout, whose random numbers stay torch's."""
+    p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+    function = fused_functional.scaled_dot_product_attention if p == 0 else _TORCHS
+    return function(*args, **kwargs)
+
+
+@functools.cache
+def _multi_head(stock: Any, drops: bool) -> Any:
+    """The function of nn.MultiheadAttention, which calls our attention."""
+    names = dict(stock.__globals__)
+    names["has_torch_function"] = lambda _: False  # modes further out see the functions within
+    if drops:
+        names["scaled_dot_product_attention"] = fused_functional.scaled_dot_product_attention
+        names["dropout"] = fused_functional.dropout  # of weights that are returned, too
+    else:
+        names["scaled_dot_product_attention"] = _attention
+    function = types.FunctionType(
+        stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__
+    )
+    function.__kwdefaults__ = stock.__kwdefaults__
+    return function
+
+
+class _Attending(TorchFunctionMode):
+    """Context in which calls of torch's attention run ours."""
+
+    def __init__(self, drops: bool) -> None:
+        super().__init__()
+        self._drops = drops
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _TORCHS:
+            func = fused_functional.scaled_dot_product_attention if self._drops else _attention
+        elif func is _MULTI_HEAD and set(types) <= {Tensor, nn.Parameter}:
+            func = _multi_head(func, self._drops)
+        return func(*args, **(kwargs or {}))
+
+
+def attending(module: nn.Module, drops: bool, args: Any, kwargs: Any) -> Any:
+    """The forward of a module's class with our attention; NotImplemented where that is not faster.
+    `drops`: dropout has our random numbers."""
+    input = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    if input is None or not is_faster(input.device.type):
+        return NotImplemented
+    narrow = input.itemsize == 2 or autocast_is_on(input.device.type)
+    rewritten = rewritten_of(module)
+    if rewritten is None or not (narrow or (drops and module.training)):
+        return NotImplemented
+    with _Attending(drops):
+        return rewritten.stock(module, *args, **kwargs)
+
+
+attending.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
+class _Watching(TorchFunctionMode):
+    """Calls `seen` at each call of torch's attention."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _TORCHS or func is _MULTI_HEAD:
+            self._seen()
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def callers_of_attention() -> Iterator[dict[nn.Module, None]]:
+    """Context of a run of the stock model: the modules whose own forward calls torch's attention,
+    in the order of their calls."""
+    running, callers = list[nn.Module](), dict[nn.Module, None]()
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module in running:
+            del running[running.index(module) :]
+
+    def seen() -> None:
+        if running:
+            callers[running[-1]] = None
+
+    with observing(lambda module, _: running.append(module), leave), _Watching(seen):
+        yield callers
+
+
+def multi_head_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Those that drop, which are known without a run."""
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
+            yield module
+
+
+def find_attention(
+    flow: Flow, callers: Iterable[nn.Module], excluded: set[int], drops: bool
+) -> Iterator[Decision]:
+    """A decision for each caller whose calls are not seen in a trace."""
+    names: dict[int, list[str]] = {}
+    for name, module in flow.model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    devices = {p.device.type for p in flow.model.parameters()}
+    if not any(map(is_faster, devices)):
+        return
+    for module in callers:
+        trace = flow.trace_of(module)
+        if id(module) not in names or (trace is not None and trace.is_known):
+            continue
+        reason = "excluded" if id(module) in excluded else obstacle_of(module)
+        reason = reason or ("scripted" if is_scripted(module) else "")
+        imports = {"attending": "fusedtrain.conversion:attending"}
+        forward = _SOURCE.format(drops), imports
+        yield Decision(
+            module, type(module), reason=reason, names=names[id(module)], forward=forward,
+            target=_TARGET,
+        )  # fmt: skip
