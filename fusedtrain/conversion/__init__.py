@@ -180,12 +180,13 @@ def convert(
             "is done to it, or run it within fusedtrain.recompute()"
         )
     original_of(model, "convert")  # warns; names are those of `model`, with its _orig_mod
-    entries, excluded = find_classes(model, exclude, dropout == "fused", memory == "recompute")
-    conversion = Conversion(model, entries, excluded, memory, dropout == "fused")
+    # A plan has the bits of "store", and recomputes torch's layer norms.
+    kinds = dropout == "fused", memory == "recompute" and plan is None
+    entries, excluded = find_classes(model, exclude, *kinds)
+    conversion = Conversion(model, entries, excluded, memory, *kinds)
     if example_inputs is None or not verify:
-        if dropout == "fused":
-            conversion.attend(multi_head_modules(model))
-            conversion.choose()
+        conversion.attend(multi_head_modules(model) if dropout == "fused" else ())
+        conversion.choose()
         conversion.install()
         proof = None
     else:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .. import functional as fused_functional
 from .._calls import autocast_is_on
 from .._graph.flow import Flow
-from .._graph.forward import obstacle_of, rewritten_of
+from .._graph.forward import Rewritten, obstacle_of, rewritten_of
 from .._graph.hooks import observing
 from .._graph.modules import is_scripted
 from ..ops.attention import is_faster
@@ -95,6 +95,11 @@ def attending(module: nn.Module, drops: bool, args: Any, kwargs: Any) -> Any:
 
 
 attending.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
+def attends(rewritten: Rewritten) -> bool:
+    """Whether a forward of an earlier conversion is that of a module that calls attention."""
+    return "attending" in rewritten.imports
 
 
 class _Watching(TorchFunctionMode):

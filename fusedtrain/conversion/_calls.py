@@ -59,17 +59,19 @@ _KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _AMBIGUOUS = {"threshold"}  # the name of many things
-_NORMS = {"layer_norm", "rms_norm"}
-_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values()) - _NORMS
-_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES} | _NORMS | OF_ROW_NORMS | OF_ATTENTION
+_NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
+_NAMES -= {"layer_norm", "rms_norm"}
+_WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
+_WORDS |= {"rms_norm"} | OF_ROW_NORMS | OF_ATTENTION
 
 
 class Candidates:
     """Tests of one model's modules for worthwhile work; each module is looked at once."""
 
-    def __init__(self, dropout: bool) -> None:
-        self.dropout = dropout
+    def __init__(self, dropout: bool, layer_norms: bool) -> None:
+        self.dropout, self.layer_norms = dropout, layer_norms
         self._known = _WORDS | set(DROPOUT.values() if dropout else ())
+        self._known |= {"layer_norm"} if layer_norms else set()
         self._words: dict[nn.Module, set[str]] = {}
 
     def tracing(self, module: nn.Module) -> bool:
@@ -192,11 +194,11 @@ def find_calls(
             continue
         for node in (node for graph in trace.graphs for node in graph.nodes):
             function, match, reason = _called(rules, trace, node, candidates.dropout)
-            if not function:
+            if not function or (function == "layer_norm" and not candidates.layer_norms):
                 continue
             of_use = not match or match.is_formula or gains(function, match.in_place, memory)
             reason = reason or (rules.of_forward if of_use else rules.of_graphs)(trace)
-            if (is_told and function not in _NORMS) or (of_use and not reason):
+            if is_told or (of_use and not reason):
                 change = match and Change(trace, match.nodes, node, _kept(match), crosses=False)
                 yield ActivationCall(
                     name=name,

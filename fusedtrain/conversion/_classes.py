@@ -95,11 +95,11 @@ class Decision:
 
 
 def find_classes(
-    model: nn.Module, exclude: Iterable[type | str], dropout: bool, recomputes: bool
+    model: nn.Module, exclude: Iterable[type | str], dropout: bool, layer_norms: bool
 ) -> tuple[list[Decision], set[int]]:
     """Every activation, max pooling and depthwise convolution of the model once, in the order of
     named_modules, and the ids of excluded modules; changes nothing. `dropout`: every dropout, too,
-    that drops something. `recomputes`: every layer norm, whose output need not be kept then."""
+    that drops something. `layer_norms`: every one of them, too."""
     names, types = _split(exclude)
     entries: dict[int, Decision] = {}
     kept: set[int] = set()
@@ -113,7 +113,7 @@ def find_classes(
         entry = entries.get(id(module)) or _decide(module)
         if entry is None and dropout and isinstance(module, nn.Dropout) and _may_drop(module):
             entry = _decide_dropout(module)
-        if entry is None and recomputes and isinstance(module, nn.LayerNorm):
+        if entry is None and layer_norms and isinstance(module, nn.LayerNorm):
             entry = _decide_layer_norm(module)
         if entry is not None:
             entries[id(module)] = entry

@@ -27,7 +27,7 @@ from ..nn.depthwise import DEPTHWISE
 from ..nn.norm import BatchNormActBase
 from ..nn.parts import ROW_OF
 from ..nn.saving import SavingActivation
-from ._attention import find_attention
+from ._attention import attends, find_attention
 from ._branches import find_branches
 from ._calls import Candidates, find_calls, find_modules, left_modules, target_of
 from ._classes import Decision, is_swapped
@@ -54,9 +54,11 @@ class Conversion:
         excluded: set[int],
         memory: str,
         dropout: bool,
+        layer_norms: bool,
     ) -> None:
         self.model, self.entries, self.excluded, self.memory = model, entries, excluded, memory
         self.dropout = dropout  # with our random numbers
+        # `layer_norms`: ours, whose outputs need not be kept.
         norms = [module for module in model.modules() if isinstance(module, BatchNormBase)]
         # Forwards and classes of an earlier conversion: all is found anew.
         self.earlier = {
@@ -71,7 +73,7 @@ class Conversion:
         self.undone: dict[int, str] = {}  # id of a module: why
         self.norms = [norm for norm in norms if not _is_done(norm)]
         self.done = len(norms) - len(self.norms)
-        candidates = Candidates(dropout)
+        candidates = Candidates(dropout, layer_norms)
         self.flow = Flow(model, candidates.tracing)
         known = {id(part) for entry in entries for part in entry.module.modules()}
         entries += find_modules(self.flow, known)
@@ -101,7 +103,9 @@ class Conversion:
         self.choose()
 
     def attend(self, callers: Iterable[nn.Module]) -> None:
-        """Takes in the modules that call torch's attention."""
+        """Takes in the modules that call torch's attention, those of an earlier conversion, too."""
+        earlier = (module for module, forward in self.earlier.items() if attends(forward))
+        callers = dict.fromkeys((*callers, *earlier))
         entries = find_attention(self.flow, callers, self.excluded, self.dropout)
         fresh = [e for e in entries if all(e.module is not old.module for old in self.entries)]
         self.entries += fresh
@@ -244,6 +248,7 @@ class Conversion:
     def report(self) -> ConversionReport:
         report = ConversionReport(already=self.done, memory=self.memory)
         swapped = {id(entry.module) for entry in self.swapped}
+        done = self._done_before()
         for entry in self.entries:
             module, name = entry.module, entry.names[0]
             source = self.sources[id(module)]
@@ -251,13 +256,12 @@ class Conversion:
             reason = reason or (GAINS_NOTHING if id(module) in self.idle else "")
             if reason:
                 report.left.append(Unchanged(name, source, reason))
-            elif entry.fused is None:
+            elif entry.fused is None or module in done:
                 report.already += 1
             elif id(module) in swapped:
                 report.converted.append(Converted(name, source, target_of(entry)))
                 if len(entry.names) > 1:
                     report.shared[name] = entry.names
-        done = self._done_before()
         for unit in _of_one_way(self.plan.units):
             earlier = self.classes.get(unit.module, (None, {}))[0] is type(unit.module)
             if done.issuperset(unit.owners) if unit.owners else earlier:

@@ -27,7 +27,7 @@ from ._source import copied, source_of
 # Activations of a few instructions that are one kernel in torch, too, forward and backward, and for
 # which torch saves as much: the output. Of LeakyReLU torch saves it only in place; of ReLU6 and
 # Hardtanh in place it clones the input.
-_ALWAYS = {"relu", "layer_norm"}
+_ALWAYS = {"relu"}
 _IN_PLACE = {"relu", "leaky_relu"}
 GAINS_NOTHING = "gains nothing: torch's own is one kernel and saves as much"
 TORCH_IS_FASTER = "gains nothing: torch's own kernels are faster in all passes of the example"

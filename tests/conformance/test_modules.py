@@ -23,7 +23,7 @@ import fusedtrain.nn as fused_nn
 BATCH_NORMS = {f"BatchNormAct{n}d": f"BatchNorm{n}d" for n in (1, 2, 3)}
 SAME = [
     "CELU", "Dropout", "ELU", "GELU", "GLU", "GroupNorm", "Hardshrink", "Hardsigmoid", "Hardswish",
-    "Hardtanh",
+    "Hardtanh", "LayerNorm",
     "LeakyReLU", "LogSigmoid", "MaxPool2d", "Mish", "PReLU", "ReLU", "ReLU6", "SELU", "SiLU",
     "RMSNorm", "Sigmoid", "Softplus", "Softshrink", "Softsign", "Tanh", "Tanhshrink", "Threshold",
 ]  # fmt: skip

@@ -85,8 +85,11 @@ def test_models(name: str) -> None:
     stock, keys = copy.deepcopy(model), list(model.state_dict())
     report = fusedtrain.convert(model, {key: example})
     functions = [call.activation for call in report.calls]
+    functions += [entry.target.rpartition(".")[2] for entry in report.converted]
     assert functions.count("rms_norm") == norms
-    assert len(report.converted) + len(functions) - norms == activations
+    attention = functions.count("scaled_dot_product_attention")
+    assert attention == 2 * (name != "ConvNext")
+    assert len(functions) - norms - attention == activations
     assert len(report.products) == products
     assert list(model.state_dict()) == keys
     with torch.no_grad():

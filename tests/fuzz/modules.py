@@ -150,6 +150,8 @@ def row_norm(name: str, pick: Pick, context: Context) -> Call:
     if context.mode == "gradient":
         sizes = pick(sizes, (4, 8, 64, 32))
     made, plain = f"RMSNorm({sizes[-1]}, 1e-2, False)", f"N.rms_norm(x, [{sizes[-1]}], eps=1e-2)"
+    if name == "LayerNorm":
+        made, plain = made.replace("RMS", "Layer"), plain.replace("rms", "layer")
     if name == "LayerNorm2d":
         made = f"LayerNorm2d({sizes[1]}, 1e-2, False)"
         plain = f"N.layer_norm(x.movedim(1, -1), [{sizes[1]}], eps=1e-2).movedim(-1, 1)"
@@ -230,7 +232,10 @@ _MAKERS = {
         f"DepthwiseConv{dims}d": Generator(partial(convolutions.module, dims), _TRAINED)
         for dims in (1, 2, 3)
     },
-    **{name: Generator(partial(row_norm, name), CHAINED) for name in ("LayerNorm2d", "RMSNorm")},
+    **{
+        name: Generator(partial(row_norm, name), CHAINED)
+        for name in ("LayerNorm", "LayerNorm2d", "RMSNorm")
+    },
     "BiasActDropout": Generator(bias_act_dropout, CHAINED),
     "ConvBnAct": Generator(conv_bn_act, _TRAINED, ("float64", "float32")),
     **{name: Generator(partial(gated_unit, name), CHAINED) for name in _GLUS},

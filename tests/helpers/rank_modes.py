@@ -92,7 +92,7 @@ def norm_of_gradients(model: Any, x: Tensor) -> list[float] | str:
 
 def on_a_rank(rank: int) -> dict[tuple[str, str], Any]:
     model = network()
-    plan = fusedtrain.plan_memory(copy.deepcopy(model), batch(0), 0.8)
+    plan = fusedtrain.plan_memory(copy.deepcopy(model), batch(0), 0.9)
     results: dict[tuple[str, str], Any] = {}
     for wrapper in WRAPPERS:
         for memory in ("stock", *MEMORIES):

@@ -38,6 +38,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GroupNorm": (2, 4),
     "GroupNormAct": (4, 2),
     "GroupNorm1Act": (4,),
+    "LayerNorm": (4,),
     "LayerNorm2d": (4,),
     "MaxPool2d": (2,),
     "NormalizeImages": ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),

@@ -115,7 +115,7 @@ SHORT: dict[str, tuple[Any, ...]] = {
     "BatchNormAct2d": (4,), "SyncBatchNormAct": (4,), "BiasActDropout": (4, "silu", 0.5, 1),
     "ConvBnAct": (4, 3, 3), "DepthwiseConv2d": (4, 4, 3), "MaxPool2d": (2,), "DropPath": (0.5,),
     "Threshold": (0.1, 0.2), "GroupNorm": (2, 4), "GroupNormAct": (4, 2), "GroupNorm1Act": (4,),
-    "LayerNorm2d": (4,), "RMSNorm": (5,),
+    "LayerNorm": (5,), "LayerNorm2d": (4,), "RMSNorm": (5,),
     "Dropout": (0.5,), "GLU": (1,), "SwiGLU": (1,), "GEGLU": (1,), "ReGLU": (1,),
     "BilinearGLU": (1,),
 }  # fmt: skip

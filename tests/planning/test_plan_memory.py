@@ -54,6 +54,7 @@ def peak_of(model: nn.Module, x: Any) -> int:
 
 def test_garbage_of_earlier_steps_is_no_part_of_a_peak() -> None:
     threshold = gc.get_threshold()
+    gc.enable()  # an earlier test's library may have left it off
     gc.set_threshold(1 << 20)  # no collection before the meter runs
     with Meter(torch.device("cpu")):  # the profiler counts what it has seen allocated
         ring: list[Any] = [torch.empty(1 << 20)]
