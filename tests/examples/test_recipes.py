@@ -46,6 +46,19 @@ def test_segmentation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert last < first
 
 
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+def test_diffusion(
+    memory: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = recipe("diffusion_unet", monkeypatch)
+    assert module.main(["--steps", "12", "--batch-size", "2", "--memory", memory]) == 0
+    printed = capsys.readouterr().out
+    assert "fused 7 group norms with what follows" in printed
+    first, last = numbers(r"loss: ([\d.]+) at first, ([\d.]+) after", printed)
+    assert last < first
+    assert "error of the averaged weights" in printed
+
+
 def test_detection(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
