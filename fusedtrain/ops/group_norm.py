@@ -54,16 +54,22 @@ _forward, _backward = op("group_norm_act"), op("group_norm_act_backward")
 _apply = op("group_norm_act_apply")
 OP_NAMES[_apply] = "group_norm_act"  # in its place, where an output is recomputed
 
-# Elements of an input that gains, and of a sample where each has calls of its own (channels_last),
-# by bytes of an element. Below, 40 small ops around batch norm's take longer than what they save.
-# An AMD EPYC with AVX2, SiLU, forward and backward, channels_last: 4 x 128 x 16 x 16 in bfloat16
-# 1.3x of torch, 8 x 64 x 8 x 8 0.7x; 32 x 128 x 16 x 16 in float32 1.2x, 64 x 256 x 8 x 8 0.7x.
-# Contiguous inputs gain where they are modulated: for 8 x 256 x 32 x 32 in float32 torch's norm and
-# then our activation take 7.6 ms, and batch norm's ops 9.3. Torch keeps the normalised input, too:
-# the ops also run where outputs are recomputed. Other types of device have not been measured: a GPU
-# would launch the 40 small ops in the time of 2^26 elements.
-_LEAST = {"cpu": {2: 1 << 16, 4: 1 << 18, 8: 1 << 18}}
-_LEAST_SAMPLE = {2: 1 << 12, 4: 1 << 15, 8: 1 << 15}
+# Least elements of an input that gains, of a sample and of a plane of it, by what the call is: an
+# AMD EPYC with AVX-512, one thread, SiLU, forward and backward, against torch's norm on a
+# contiguous input and then our activation. channels_last: 8 x 64 x 8 x 8 1.2x in float32 and 1.1x
+# in bfloat16, 8 x 64 x 4 x 4 1.0x, 512 x 32 x 4 x 4 0.9x. Modulated: 2 x 64 x 4 x 4 1.2x,
+# contiguous 64 x 512 x 4 x 4 in float32 0.6x. Contiguous: 4 x 256 x 32 x 32 1.1x and 2 x 128 x
+# 128 x 128 1.2x in float32; 2 x 128 x 32 x 32 and 64 x 256 x 8 x 8 0.9x, as all sizes in bfloat16.
+# Torch keeps the normalised input, too: the op also runs where outputs are recomputed. Other types
+# of device have not been measured.
+_LEAST = {
+    "cpu": {
+        "channels_last": (1 << 15, 1 << 10, 1),
+        "modulated": (0, 0, 64),
+        "recomputed": (1 << 15, 0, 64),
+        "contiguous": (1 << 20, 0, 256),
+    }
+}
 _MOST_SAMPLES = 32  # of a channels_last input on such a device
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -130,14 +136,22 @@ def _fits(input: Tensor, groups: int, affine: Affine, eps: float) -> bool:
 
 def _gains(input: Tensor, activates: bool, modulates: bool) -> bool:
     """Whether the op is faster than torch's own, or is to keep less for backward."""
-    size, samples, least = input.numel(), input.shape[0], _LEAST.get(input.device.type)
-    if least is not None and size < least[input.itemsize]:
-        return False
+    samples, channels = input.shape[:2]
+    least = _LEAST.get(input.device.type)
     last = _calls.suggests_channels_last(input)
     keeps_less = activates and _recompute.scope() is not None
     if least is None:
         return keeps_less and not (last and samples > _MOST_SAMPLES)
-    return size >= samples * _LEAST_SAMPLE[input.itemsize] if last else modulates or keeps_less
+    size = input.numel()
+    for kind, applies in (
+        ("channels_last", last), ("modulated", modulates), ("recomputed", keeps_less),
+        ("contiguous", activates and not last and input.itemsize > 2),
+    ):  # fmt: skip
+        if applies:
+            all_samples, sample, plane = least[kind]
+            if size >= max(all_samples, samples * sample, samples * channels * plane):
+                return True
+    return False
 
 
 def _fused(input: Tensor, groups: int, affine: Affine, eps: float, activation: Pointwise) -> Any:

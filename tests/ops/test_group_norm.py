@@ -220,19 +220,30 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule for inputs that run the op."""
     monkeypatch.undo()
 
-    def fused(shape: tuple[int, ...], act: str | None = "silu", last: bool = True) -> bool:
-        x = torch.randn(shape, requires_grad=True)
+    def fused(
+        shape: tuple[int, ...], act: str | None = "silu", last: bool = True, scale: Any = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> bool:  # fmt: skip
+        x = torch.randn(shape, dtype=dtype, requires_grad=True)
         x = x.contiguous(memory_format=torch.channels_last) if last else x
-        return "GroupNormAct" in type(F.group_norm_act(x, 2, activation=act).grad_fn).__name__
+        y = F.group_norm_act(x, 2, activation=act, scale=scale)
+        return "GroupNormAct" in type(y.grad_fn).__name__
 
-    assert fused((2, 64, 64, 64))
-    assert fused((2, 64, 64, 64), None)
+    assert fused((8, 64, 8, 8))
+    assert fused((8, 64, 8, 8), None)
     assert not fused((2, 64, 8, 8))
-    assert not fused((64, 256, 8, 8))
-    assert not fused((2, 64, 64, 64), last=False)
+    assert not fused((512, 32, 4, 4))
+    assert fused((4, 256, 32, 32), last=False)
+    assert not fused((4, 256, 32, 32), None, last=False)
+    assert not fused((4, 256, 32, 32), last=False, dtype=torch.bfloat16)
+    assert not fused((64, 256, 8, 8), last=False)
+    for last in (False, True):
+        assert fused((2, 4, 8, 8), last=last, scale=torch.randn(2, 4))
+    assert not fused((2, 4, 4, 4), last=False, scale=torch.randn(2, 4))
+    assert not fused((2, 64, 32, 32), last=False)
     with fusedtrain.recompute():
-        assert fused((2, 64, 64, 64), last=False)
-        assert not fused((2, 64, 64, 64), None, last=False)
+        assert fused((2, 64, 32, 32), last=False)
+        assert not fused((2, 64, 32, 32), None, last=False)
 
 
 def test_torch_sees_other_calls() -> None:
