@@ -218,8 +218,8 @@ def group_norm_act(
     The first arguments are those of :func:`torch.nn.functional.group_norm`. Saved for backward: the
     input, and vectors. Statistics are computed in float64. An input of 16 bits is computed in
     float32, and rounded once; under autocast on CUDA the result is float32, as torch's. Inputs that
-    are too small to gain, and contiguous ones without activation and modulation, run torch's group
-    norm.
+    are too small to gain, and contiguous ones without modulation that are of 16 bits or have no
+    activation, run torch's group norm.
 
     Args:
         input: [N, C, ...] of float32, float64, float16 or bfloat16. The output is contiguous or
