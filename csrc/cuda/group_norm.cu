@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(kGroupThreads) vectors_kernel(const GroupNormV
     within += variance[i];
   });
   const double mean = all_sum(sum) / double(g.size);
+  // equal (+ for -): the same sum
   g.each([&](int64_t i) { between += (average[i] - mean) * (average[i] - mean); });
   const double total = all_sum(within) + all_sum(between);
   const double invstd = 1.0 / formulas::math::sqrt(total / double(g.size) + call.eps);
@@ -99,6 +100,7 @@ __global__ void __launch_bounds__(kGroupThreads) averages_kernel(const GroupNorm
   for (int offset = kWarp / 2; offset > 0; offset /= 2)
     most = fmax(most, __shfl_xor_sync(0xffffffffu, most, offset));
   constexpr double kTiny = sizeof(T) == 8 ? 0x1p-1022 : 0x1p-126;
+  // equal (times two): so small a part
   const double least = fmin(most, fmax(most * kLeastFactor, kTiny));
   g.each([&](int64_t i) {
     // equal (<= for <): the bound itself stays
@@ -142,7 +144,6 @@ __global__ void __launch_bounds__(kGroupThreads) gradients_kernel(const GroupNor
 // Launches the kernel that `kernel_of` returns for a null pointer of the stored type.
 template <class Call, class F>
 void launch_units(const Call& call, int64_t units, void* stream, F kernel_of) {
-  if (units == 0) return;
   by_dtype(call.dtype, [&](auto* null) {
     launch(kernel_of(null), ceil_div(units, kGroupThreads), kGroupThreads, stream, 0, call);
   });
@@ -151,11 +152,13 @@ void launch_units(const Call& call, int64_t units, void* stream, F kernel_of) {
 }  // namespace
 
 void compute(const GroupNormVectors& call, void* stream) {
+  // equal (times two): blocks beyond the last group do nothing
   launch_units(call, call.samples * call.groups * kWarp, stream,
                [](auto* null) { return &vectors_kernel<std::remove_pointer_t<decltype(null)>>; });
 }
 
 void compute(const GroupNormAverages& call, void* stream) {
+  // equal (times two): blocks beyond the last group do nothing
   launch_units(call, call.samples * call.groups * kWarp, stream, [](auto* null) {
     return &averages_kernel<typename Compute<std::remove_pointer_t<decltype(null)>>::T>;
   });

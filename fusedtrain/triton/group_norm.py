@@ -67,10 +67,10 @@ def vectors_kernel(  # equal (other=): sums are of what exists
     offset += loaded(shift_ptr, at, inside, 0.0, wide, SHIFT)
     factor *= loaded(weight_ptr, channel, inside, 1.0, wide, WEIGHT)
     both = tl.zeros(at.shape, tl.float64)
-    tl.store(vectors_ptr + at, (both + mean).to(wide), mask=inside)
-    tl.store(vectors_ptr + units * size + at, (both + invstd).to(wide), mask=inside)
-    tl.store(vectors_ptr + 2 * units * size + at, factor, mask=inside)
     tl.store(vectors_ptr + 3 * units * size + at, offset, mask=inside)
+    tl.store(vectors_ptr + 2 * units * size + at, factor, mask=inside)
+    tl.store(vectors_ptr + units * size + at, (both + invstd).to(wide), mask=inside)
+    tl.store(vectors_ptr + at, (both + mean).to(wide), mask=inside)
 
 
 @triton.jit(do_not_specialize=[*_NUMBERS, "part", "count"])
@@ -95,6 +95,7 @@ def averages_kernel(  # equal (other=): sums are of products: the other factor i
     signed = tl.where(factor < 0.0, -least, least)
     # equal (<= for <): the bound itself stays
     used = tl.where(tl.abs(factor) < least, signed, factor).to(wide)
+    # equal (constant): where all factors are 0, so are the sums
     divisor = tl.where(most > 0.0, used.to(tl.float64) * size, 1.0) * count
     tl.store(factors_ptr + place, used, mask=inside)
     tl.store(averages_ptr + at, sum / divisor, mask=inside)
