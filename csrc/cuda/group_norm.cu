@@ -44,6 +44,7 @@ struct Group {
   // Calls f(i) for the lane's channels of the group.
   template <class F>
   __device__ __forceinline__ void each(F f) const {
+    // equal (the next thread): lanes change places
     for (int64_t i = threadIdx.x % kWarp; i < size; i += kWarp) f(i);
   }
 };

@@ -34,7 +34,9 @@ def tile(units, groups, size, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def loaded(p, at, inside, otherwise, wide: tl.constexpr, EXISTS: tl.constexpr):
+def loaded(  # equal (other=): what does not exist is not stored
+    p, at, inside, otherwise, wide: tl.constexpr, EXISTS: tl.constexpr
+):  # fmt: skip
     if EXISTS:
         return widen(tl.load(p + at, mask=inside, other=0.0))
     else:
@@ -90,8 +92,11 @@ def averages_kernel(  # equal (other=): sums are of products: the other factor i
     slope = tl.sum(slopes * factor, axis=1)[:, None]
     most = tl.max(tl.abs(factor), axis=1)[:, None]
     least = most * _LEAST_FACTOR
+    # equal (<= for <, >= for >): the bound itself stays
     least = tl.where(least < tiny, tiny, least)
+    # equal (<= for <, >= for >): the bound itself stays
     least = tl.where(least > most, most, least)
+    # equal (<= for <): the averages have the sign of what they are multiplied by
     signed = tl.where(factor < 0.0, -least, least)
     # equal (<= for <): the bound itself stays
     used = tl.where(tl.abs(factor) < least, signed, factor).to(wide)
