@@ -56,6 +56,7 @@ TESTS = {
     "divisor": "depthwise_kernels\npool_kernels",
     "few_bit": f"few_bit\n{_TRAFFIC}[few_bit",
     "fold": f"fold_kernels\n{_TRAFFIC}[fold",
+    "group_norm": "group_norm: kernels zero_weights numbers",
     "images": f"image_kernels\n{_TRAFFIC}[normalize_images",
     "optimizer": _STEPS,
     "pointwise": f"activation_kernels\n{_TRAFFIC}[pointwise",

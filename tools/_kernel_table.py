@@ -70,6 +70,10 @@ SMALL = {
     ("batch_norm", "merge_statistics_kernel"): _SHARES,
     ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
     ("channelwise", "add_shares_kernel"): _SHARES,
+    **dict.fromkeys(
+        (("group_norm", f"{name}_kernel") for name in ("vectors", "averages", "gradients")),
+        "numbers of samples and channels",
+    ),
     ("row_norm", "add_shares_kernel"): _SHARES,
     ("row_norm", "far_forward_kernel"): "rows that fit no registers: right rather than fast",
     ("row_norm", "far_backward_kernel"): "rows that fit no registers: right rather than fast",

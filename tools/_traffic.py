@@ -32,6 +32,8 @@ TRAFFIC = {
     "batch_norm backward": Traffic(5, 5, 3, "both sums of a channel come before its first output"),
     "batch_norm backward, residual": Traffic(7, 7, 3),
     "batch_norm restore": Traffic(2, 2, 1),
+    "group_norm forward": Traffic(3, 3, 4, _ONE_OP),
+    "group_norm backward": Traffic(5, 5, 5, "sums come before the first output"),
     "gated forward": Traffic(3, 3, 1),
     "gated backward": Traffic(5, 5, 1),
     "row_norm forward": Traffic(2, 2, 1),

@@ -88,6 +88,7 @@ few_bit: special_inputs[triton
 """,
     "fold": "fold_kernels",
     "formulas": _OF_FORMULA,
+    "group_norm": "group_norm: kernels[triton",
     "images": "image_kernels",
     "_optimizer_measure": _STEPS + _SPLIT,
     "_optimizer_memory": _STEPS + _SPLIT + _CODES,

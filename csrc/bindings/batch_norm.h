@@ -50,14 +50,11 @@ struct BatchNormOps {
     Tensor model;  // of the layout that results have
     Tensor x;
     ScalarType wide;
-    int64_t parts;             // calls of the backend: one, or one a sample
     std::vector<Tensor> kept;  // contiguous copies
 
     Call(const Tensor& input, const MaybeTensor& branch_scale, const MaybeTensor& weight,
-         const MaybeTensor& bias, int64_t activation, double a, double b, int64_t parts = 1)
-        : model(checked_rank(input)),
-          x(walkable(model, branch_scale.has_value() || parts > 1)),
-          parts(parts) {
+         const MaybeTensor& bias, int64_t activation, double a, double b, bool by_sample = false)
+        : model(checked_rank(input)), x(walkable(model, branch_scale.has_value() || by_sample)) {
       STD_TORCH_CHECK(activation >= -1 && activation < kBatchNormOps,
                       "fusedtrain::batch_norm_act: no such activation");
       n.op = static_cast<int>(activation);
@@ -72,37 +69,8 @@ struct BatchNormOps {
       n.parameters[0] = a;
       n.parameters[1] = b;
       n.branch_scale = vector(branch_scale, samples, "branch_scale");
-      n.weight = vector(weight, parts * n.channels, "weight");
-      n.bias = vector(bias, parts * n.channels, "bias");
-    }
-
-    // Vectors with a value for each sample and channel are those of a call for each sample.
-    static int64_t parts_of(const Tensor& input, const Tensor& mean) {
-      const int64_t samples = input.dim() > 1 ? input.size(0) : 1;
-      return samples > 1 && mean.numel() == samples * input.size(1) ? samples : 1;
-    }
-    // Calls f(part, elements before it, values of vectors before it) for all parts of n.
-    template <class F>
-    void each_part(const F& f) const {
-      if (x.numel() == 0) return;
-      BatchNorm part = n;
-      part.rows /= parts;
-      for (int64_t i = 0; i < parts; ++i) {
-        const int64_t elements = i * (x.numel() / parts), values = i * n.channels;
-        part.x = after(n.x, elements, x.scalar_type());
-        part.branch_scale = after(n.branch_scale, i, wide);
-        part.weight = after(n.weight, values, wide);
-        part.bias = after(n.bias, values, wide);
-        part.mean = after(n.mean, values, wide);
-        part.invstd = after(n.invstd, values, wide);
-        f(part, elements, values);
-      }
-    }
-    template <class P>
-    static P* after(P* data, int64_t elements, ScalarType dtype) {
-      using Byte = std::conditional_t<std::is_const_v<P>, const char, char>;
-      const int64_t size = dtype == ScalarType::Double ? 8 : dtype == ScalarType::Float ? 4 : 2;
-      return data == nullptr ? nullptr : static_cast<Byte*>(data) + elements * size;
+      n.weight = vector(weight, n.channels, "weight");
+      n.bias = vector(bias, n.channels, "bias");
     }
 
     static Tensor checked_rank(const Tensor& t) {
@@ -154,14 +122,12 @@ struct BatchNormOps {
     }
 
     Tensor new_vector(int64_t size) const { return new_matrix<Backend>(x, 0, size, wide); }
-    Tensor new_sums() const {
-      return new_matrix<Backend>(x, 2 * parts, n.channels, ScalarType::Double);
-    }
+    Tensor new_sums() const { return new_matrix<Backend>(x, 2, n.channels, ScalarType::Double); }
     Tensor none() const { return new_matrix<Backend>(x, 0, 0, x.scalar_type()); }
 
     void use(const MaybeTensor& mean, const MaybeTensor& invstd) {
-      n.mean = const_cast<void*>(vector(mean, parts * n.channels, "mean"));
-      n.invstd = const_cast<void*>(vector(invstd, parts * n.channels, "invstd"));
+      n.mean = const_cast<void*>(vector(mean, n.channels, "mean"));
+      n.invstd = const_cast<void*>(vector(invstd, n.channels, "invstd"));
     }
   };
 
@@ -275,19 +241,13 @@ struct BatchNormOps {
   static Tensor apply(const Tensor& input, MaybeTensor residual, MaybeTensor branch_scale,
                       MaybeTensor weight, MaybeTensor bias, const Tensor& mean,
                       const Tensor& invstd, int64_t activation, double a, double b) {
-    const int64_t parts = Call::parts_of(input, mean);
-    Call call(input, branch_scale, weight, bias, activation, a, b, parts);
+    Call call(input, branch_scale, weight, bias, activation, a, b);
     call.check_device(input, "input");
     call.use(mean, invstd);
     call.n.x = read_data(call.x);
     const void* added = call.companion(residual, "residual");
     Tensor output = new_output<Backend>(call.x);
-    void* y = write_data(output);
-    const Backend backend(input);
-    const ScalarType dtype = call.x.scalar_type();
-    call.each_part([&](const BatchNorm& n, int64_t elements, int64_t) {
-      backend.normalise(n, {Call::after(added, elements, dtype), Call::after(y, elements, dtype)});
-    });
+    if (input.numel() > 0) Backend(input).normalise(call.n, {added, write_data(output)});
     return call.result(output);
   }
 
@@ -298,10 +258,9 @@ struct BatchNormOps {
 
     Backward(const Tensor& grad, const MaybeTensor& input, const MaybeTensor& saved,
              const MaybeTensor& branch_scale, const MaybeTensor& weight, const MaybeTensor& bias,
-             const Tensor& mean, const Tensor& invstd, int64_t activation, double p0, double p1,
-             int64_t parts = 1)
+             const Tensor& mean, const Tensor& invstd, int64_t activation, double p0, double p1)
         : Call(input.has_value() ? *input : (saved.has_value() ? *saved : grad), branch_scale,
-               weight, bias, activation, p0, p1, parts) {
+               weight, bias, activation, p0, p1) {
       this->check_device(grad, "grad");
       this->use(mean, invstd);
       const bool by_output = activation >= 0 && kSaved[activation] == kOutput;
@@ -324,17 +283,6 @@ struct BatchNormOps {
     void make_sums() {
       sums = this->new_sums();
       b.sums = static_cast<double*>(write_data(sums));
-    }
-    BatchNormBackward part(int64_t elements, int64_t values) const {
-      BatchNormBackward p = b;
-      const ScalarType dtype = this->x.scalar_type();
-      p.grad = this->after(b.grad, elements, dtype);
-      p.saved = this->after(b.saved, elements, dtype);
-      p.grad_residual = this->after(b.grad_residual, elements, dtype);
-      p.grad_input = this->after(b.grad_input, elements, dtype);
-      if (b.sums != nullptr) p.sums += 2 * values;
-      if (b.averages != nullptr) p.averages += 2 * values;
-      return p;
     }
     void make_affine(bool wanted) {
       grad_weight = this->new_vector(wanted ? this->n.channels : 0);
@@ -378,15 +326,13 @@ struct BatchNormOps {
                                            MaybeTensor weight, MaybeTensor bias, const Tensor& mean,
                                            const Tensor& invstd, int64_t activation, double p0,
                                            double p1, bool needs_residual) {
-    Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1,
-                  Call::parts_of(grad, mean));
+    Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1);
     call.make_sums();
     call.make_residual(needs_residual);
-    const Backend backend(grad);
-    if (grad.numel() == 0) torch::stable::zero_(call.sums);
-    call.each_part([&](const BatchNorm& n, int64_t elements, int64_t values) {
-      backend.reduce(n, call.part(elements, values));
-    });
+    if (grad.numel() == 0)
+      torch::stable::zero_(call.sums);
+    else
+      Backend(grad).reduce(call.n, call.b);
     return {call.sums, call.result(call.grad_residual)};
   }
 
@@ -396,12 +342,11 @@ struct BatchNormOps {
                                                    const Tensor& mean, const Tensor& invstd,
                                                    MaybeTensor averages, int64_t activation,
                                                    double p0, double p1, bool needs_residual) {
-    Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1,
-                  Call::parts_of(grad, mean));
+    Backward call(grad, input, saved, branch_scale, weight, bias, mean, invstd, activation, p0, p1);
     call.make_input(true);
     call.make_residual(needs_residual);
     if (averages.has_value()) {
-      STD_TORCH_CHECK(input.has_value() && averages->numel() == call.parts * 2 * call.n.channels &&
+      STD_TORCH_CHECK(input.has_value() && averages->numel() == 2 * call.n.channels &&
                           averages->scalar_type() == ScalarType::Double,
                       "fusedtrain::batch_norm_act_backward_apply: averages");
       call.check_device(*averages, "averages");
@@ -409,10 +354,7 @@ struct BatchNormOps {
       call.b.averages = static_cast<const double*>(read_data(call.kept.back()));
       call.b.count = 1;
     }
-    const Backend backend(grad);
-    call.each_part([&](const BatchNorm& n, int64_t elements, int64_t values) {
-      backend.grad_input(n, call.part(elements, values));
-    });
+    if (grad.numel() > 0) Backend(grad).grad_input(call.n, call.b);
     return {call.result(call.grad_input), call.result(call.grad_residual)};
   }
 };

@@ -48,6 +48,8 @@ struct Place {
 struct Backend {
   static constexpr int64_t kSmall = 1;  // kernels cannot read the host's memory
 
+  static constexpr bool kStoresGradient = false;  // memory is what takes time
+
   explicit Backend(const Tensor& t) : model(t), place(t) {}
 
   static bool on_device(const Tensor& t) { return Place::on_device(t); }

@@ -13,6 +13,7 @@
 #include "few_bit.h"
 #include "fold.h"
 #include "gated.h"
+#include "group_norm.h"
 #include "images.h"
 #include "optimizers.h"
 #include "pool.h"

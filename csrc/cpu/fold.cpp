@@ -2,27 +2,11 @@
 // beside activations: the loops are plain.
 #include "../ops/fold.h"
 #include "dispatch.h"
-#include "isa/convert.h"
+#include "stored.h"
 
 namespace fusedtrain {
 namespace cpu {
 namespace {
-
-struct Float16 {
-  uint16_t bits;
-};
-struct Brain16 {
-  uint16_t bits;
-};
-
-inline float load(float x) { return x; }
-inline double load(double x) { return x; }
-inline float load(Float16 x) { return FT_ISA::half_to_float(x.bits); }
-inline float load(Brain16 x) { return FT_ISA::bfloat16_to_float(x.bits); }
-inline void store(float* p, float x) { *p = x; }
-inline void store(double* p, double x) { *p = x; }
-inline void store(Float16* p, float x) { p->bits = FT_ISA::float_to_half(x); }
-inline void store(Brain16* p, float x) { p->bits = FT_ISA::float_to_bfloat16(x); }
 
 inline float root(float x) { return __builtin_sqrtf(x); }
 inline double root(double x) { return __builtin_sqrt(x); }
@@ -50,7 +34,7 @@ void each_run(const FoldWeight& call, int64_t i, F f) {
     f(((group * call.rows_per_group + r) * call.channels + channel) * call.inner);
 }
 
-template <class S, class T>
+template <class S, class T = decltype(load(S()))>
 void forward(const FoldForward& call, int64_t first, int64_t last) {
   const S* weight = static_cast<const S*>(call.weight);
   S* folded = static_cast<S*>(call.folded);
@@ -68,7 +52,7 @@ void forward(const FoldForward& call, int64_t first, int64_t last) {
 // In lanes, so that the compiler may use vectors; always in the same order.
 constexpr int kLanesOfSum = 16;
 
-template <class S, class T>
+template <class S, class T = decltype(load(S()))>
 void backward(const FoldBackward& call, int64_t first, int64_t last) {
   const S* weight = static_cast<const S*>(call.weight);
   const S* grad = static_cast<const S*>(call.grad_folded);
@@ -108,31 +92,20 @@ void each_output(const Call& call, Parallel parallel, const Run& run) {
   in_parts(parallel, call.outputs(), (kGrain + each - 1) / each, run);
 }
 
-template <class, class>
-struct FoldKernels {
-  void (*forward)(const FoldForward& call, int64_t first, int64_t last);
-  void (*backward)(const FoldBackward& call, int64_t first, int64_t last);
-};
-constexpr ByDtype<FoldKernels> kKernels = {
-    {forward<float, float>, backward<float, float>},
-    {forward<double, double>, backward<double, double>},
-    {forward<Float16, float>, backward<Float16, float>},
-    {forward<Brain16, float>, backward<Brain16, float>},
-};
-
 }  // namespace
 
 void compute(const FoldForward& call, Parallel parallel) {
-  by_dtype(call.dtype, kKernels, [&](const auto& kernels) {
+  by_stored(call.dtype, [&](auto stored) {
     each_output(call, parallel,
-                [&](int64_t first, int64_t last) { kernels.forward(call, first, last); });
+                [&](int64_t first, int64_t last) { forward<decltype(stored)>(call, first, last); });
   });
 }
 
 void compute(const FoldBackward& call, Parallel parallel) {
-  by_dtype(call.dtype, kKernels, [&](const auto& kernels) {
-    each_output(call, parallel,
-                [&](int64_t first, int64_t last) { kernels.backward(call, first, last); });
+  by_stored(call.dtype, [&](auto stored) {
+    each_output(call, parallel, [&](int64_t first, int64_t last) {
+      backward<decltype(stored)>(call, first, last);
+    });
   });
 }
 

@@ -7,9 +7,6 @@ the lines of ``FT_POINTWISE`` (csrc/formulas.h), -1 is none; ``a`` and ``b`` are
 ``saved`` is the output where `saves_output` of the activation (reference/pointwise.py), else the
 residual; without either, backward computes from the input what it needs. Outputs that were not
 requested have no elements. `batch_norm_autograd.py` puts autograd in front.
-
-`batch_norm_act_apply` and the two halves of backward also take vectors [N * C], a value for each
-sample and channel, for group norm (`group_norm.py`); sums and averages are [2 * N, C] then.
 """
 
 from __future__ import annotations
@@ -85,9 +82,7 @@ def _fake_backward(grad: Tensor, input: Tensor | None, *rest: Any) -> tuple[Tens
 
 
 def _fake_reduce(grad: Tensor, input: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    channels = grad.shape[1]
-    parts = rest[4].numel() // channels if channels else 1
-    sums = grad.new_empty((2 * parts, channels), dtype=torch.float64)
+    sums = grad.new_empty((2, grad.shape[1]), dtype=torch.float64)
     return sums, torch.empty_like(input) if rest[-1] else grad.new_empty(0)
 
 
@@ -112,8 +107,7 @@ define("batch_norm_act_functional", _functional, _fake_functional)
 define("batch_norm_act_apply", reference.batch_norm_act_apply, _fake_apply)
 # -> gradients of input, residual, weight, bias
 define("batch_norm_act_backward", reference.batch_norm_act_backward, _fake_backward)
-# The two halves of it. -> float64 [2, C] (or [2, C] a sample): gradients of bias and weight;
-# gradient of residual
+# The two halves of it. -> float64 [2, C]: gradients of bias and weight; gradient of residual
 _reduce, _apply = reference.batch_norm_act_backward_reduce, reference.batch_norm_act_backward_apply
 define("batch_norm_act_backward_reduce", _reduce, _fake_reduce)
 # `averages`: these sums / number of elements of a channel; none for fixed statistics.

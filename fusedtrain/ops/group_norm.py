@@ -1,9 +1,8 @@
-"""Group norm, modulation and activation, made of batch norm's ops with a mean, invstd, weight and
-bias for each sample and channel.
+"""Group norm, modulation and activation: the ops, autograd around them, the function.
 
-Statistics of each sample and channel are merged to those of its group. Of a contiguous input a
-sample and channel is a channel of one long sample; batch norm's ops go through the samples of a
-channels_last one.
+The kernels go through tensors as batch norm's do, with a mean, invstd, factor and offset of each
+sample and channel: the `vectors` [4, N, C]. All samples of a contiguous input are gone through at
+once; those of a channels_last one after the other.
 """
 
 from __future__ import annotations
@@ -18,184 +17,101 @@ from torch.overrides import has_torch_function as _has_any
 from .. import _calls, _recompute
 from .._graph.fx import handle as _handle
 from .._recompute import OP_NAMES
-from .._torch_private import unsafe_view, without_torch_function
+from .._torch_private import without_torch_function
+from ..reference import group_norm as reference
 from ..reference.dtypes import wide_of
-from ..reference.group_norm import (
-    Affine,
-    differentiable_backward,
-    eager,
-    gradients,
-    joined,
-    modulated,
-)
+from ..reference.group_norm import Affine, differentiable_backward, eager, modulated
 from ..reference.pointwise import Pointwise
 from . import activations as _activations
-from ._library import op
+from ._library import define, op
 from .batch_norm import activated, laid_out
 
 __all__ = ["group_norm_act"]
 
-_stats = op("batch_norm_stats")
-_apply = op("batch_norm_act_apply")
-_reduce = op("batch_norm_act_backward_reduce")
-_backward_apply = op("batch_norm_act_backward_apply")
 
-# Factors that are a smaller part of the largest of their group are replaced in backward's last
-# pass, which divides by them: the gradient of the input is off by so small a part.
-_LEAST_FACTOR = 2.0**-64
-# Types of device on which backward's first pass leaves the gradient of the activation's input to
-# the second one, which then computes no activation: SiLU's of 4 x 64 x 128 x 128 in float32 takes
-# 9.3 ms, and 14.5 computed twice (an AMD EPYC with AVX2).
-_LEAVES_GRADIENT = frozenset({"cpu"})
-# Elements of an input that gains, and of a sample where each has calls of its own (channels_last),
-# by bytes of an element. Below, 40 small ops around batch norm's take longer than what they save.
-# An AMD EPYC with AVX2, SiLU, forward and backward, channels_last: 4 x 128 x 16 x 16 in bfloat16
-# 1.3x of torch, 8 x 64 x 8 x 8 0.7x; 32 x 128 x 16 x 16 in float32 1.2x, 64 x 256 x 8 x 8 0.7x.
-# Contiguous inputs gain where they are modulated: for 8 x 256 x 32 x 32 in float32 torch's norm and
-# then our activation take 7.6 ms, and batch norm's ops 9.3. Torch keeps the normalised input, too:
-# the ops also run where outputs are recomputed. Other types of device have not been measured: a GPU
-# would launch the 40 small ops in the time of 2^26 elements.
-_LEAST = {"cpu": {2: 1 << 16, 4: 1 << 18, 8: 1 << 18}}
-_LEAST_SAMPLE = {2: 1 << 12, 4: 1 << 15, 8: 1 << 15}
+def _fake(input: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    vectors = input.new_empty((4, *input.shape[:2]), dtype=wide_of(input))
+    return torch.empty_like(input), vectors
+
+
+def _fake_apply(input: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _fake_backward(grad: Tensor, input: Tensor, _: int, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format if i else torch.preserve_format)
+        if t is not None and needed
+        else input.new_empty(0)
+        for i, (t, needed) in enumerate(zip((input, *rest[:4]), rest[-5:]))
+    )
+
+
+define("group_norm_act", reference.group_norm_act, _fake)
+define("group_norm_act_apply", reference.group_norm_act_apply, _fake_apply)
+define("group_norm_act_backward", reference.group_norm_act_backward, _fake_backward)
+_forward, _backward = op("group_norm_act"), op("group_norm_act_backward")
+_apply = op("group_norm_act_apply")
+OP_NAMES[_apply] = "group_norm_act"  # in its place, where an output is recomputed
+
+# Least elements of an input that gains, of a sample and of a plane of it, by what the call is: an
+# AMD EPYC with AVX-512, one thread, SiLU, forward and backward, against torch's norm on a
+# contiguous input and then our activation. channels_last: 8 x 64 x 8 x 8 1.2x in float32 and 1.1x
+# in bfloat16, 8 x 64 x 4 x 4 1.0x, 512 x 32 x 4 x 4 0.9x. Modulated: 2 x 64 x 4 x 4 1.2x,
+# contiguous 64 x 512 x 4 x 4 in float32 0.6x. Contiguous: 4 x 256 x 32 x 32 1.1x and 2 x 128 x
+# 128 x 128 1.2x in float32; 2 x 128 x 32 x 32 and 64 x 256 x 8 x 8 0.9x, as all sizes in bfloat16.
+# Torch keeps the normalised input, too: the op also runs where outputs are recomputed. Other types
+# of device have not been measured.
+_LEAST = {
+    "cpu": {
+        "channels_last": (1 << 15, 1 << 10, 1),
+        "modulated": (0, 0, 64),
+        "recomputed": (1 << 15, 0, 64),
+        "contiguous": (1 << 20, 0, 256),
+    }
+}
 _MOST_SAMPLES = 32  # of a channels_last input on such a device
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def _planes(t: Tensor) -> Tensor:
-    """A contiguous tensor as one sample with a channel for each sample and channel."""
-    samples, channels = t.shape[:2]
-    return t.view(1, samples * channels, -1) if t.is_contiguous() else t
-
-
-def _statistics(input: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Mean and inverse standard deviation of the group of each sample and channel, [N * C]."""
-    samples, channels = input.shape[:2]
-    if input.is_contiguous():
-        center, variance = _stats(input.view(1, samples * groups, -1))
-    else:
-        of_samples = [_stats(sample) for sample in input.split(1)]
-        means, variances = (torch.stack(column) for column in zip(*of_samples))
-        shape = (samples, groups, channels // groups)
-        spread, center = torch.var_mean(means.view(shape), 2, correction=0)
-        variance = variances.view(shape).mean(2).add_(spread)
-    invstd = variance.add_(eps).rsqrt_()
-    repeated = (samples * groups, channels // groups)
-    both = torch.stack((center.view(-1), invstd.view(-1))).to(wide_of(input))
-    mean, invstd = both.unsqueeze(2).expand(2, *repeated).reshape(2, -1).unbind()
-    return mean, invstd
-
-
-def _vectors(affine: Affine, input: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Factor and offset of each sample and channel, [N * C]."""
-    factor, offset = joined(affine, wide_of(input))
-    shape = input.shape[:2]
-    return (
-        None if factor is None else factor.expand(shape).reshape(-1),
-        None if offset is None else offset.expand(shape).reshape(-1),
-    )
-
-
-def _normalised(
-    input: Tensor, factor: Tensor | None, offset: Tensor | None, mean: Tensor, invstd: Tensor,
-    *activation: Any,
-) -> Tensor:  # fmt: skip
-    """The output, with vectors [N * C]."""
-    planes = _planes(input)
-    output: Tensor = _apply(planes, None, None, factor, offset, mean, invstd, *activation)
-    # A tensor of its own, which may be modified in place.
-    return output if planes is input else unsafe_view(output, input.shape)
-
-
-OP_NAMES[_normalised] = "group_norm_act"
-
-
 class GroupNormAct(torch.autograd.Function):
-    """Saves the input, the vectors, and the statistics of each sample and channel."""
+    """Saves the input and the vectors."""
 
     @staticmethod
     def forward(
         ctx: Any, input: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None,
         scale: Tensor | None, shift: Tensor | None, eps: float, activation: Pointwise,
     ) -> Tensor:  # fmt: skip
-        affine = Affine(weight, bias, scale, shift)
-        vectors = (*_vectors(affine, input), *_statistics(input, groups, eps))
-        output = _normalised(input, *vectors, *activation)
-        ctx.save_for_backward(input, *affine, *vectors)
+        output: Tensor
+        output, vectors = _forward(input, groups, weight, bias, scale, shift, eps, *activation)
+        ctx.save_for_backward(input, weight, bias, scale, shift, vectors)
         ctx.groups, ctx.eps, ctx.activation = groups, eps, activation
         scope = _recompute.scope()
         if scope is not None:
-            scope.tag(output, _normalised, (input, *vectors), tuple(activation))
+            scope.tag(output, _apply, (input, vectors), tuple(activation))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, *vectors = ctx.saved_tensors
-        affine, groups = Affine(*vectors[:4]), ctx.groups
+        input, *affine, vectors = ctx.saved_tensors
         needs_input, _, *needs = ctx.needs_input_grad[:6]
         if _calls.plain_backward(grad):
-            grad_input, sums, slopes = differentiable_backward(
-                grad, input, groups, affine, ctx.eps, ctx.activation
+            grad_input, of_vectors = differentiable_backward(
+                grad, input, ctx.groups, Affine(*affine), ctx.eps, ctx.activation, needs
             )
         else:
-            grad_input, sums, slopes = _backward(
-                grad, input, groups, vectors[4:], ctx.activation, needs_input
+            grad_input, *of_vectors = _backward(
+                grad, input, ctx.groups, *affine, vectors, *ctx.activation, needs_input, *needs
             )
-        of_vectors = gradients(sums, slopes, affine, needs)
+        of_vectors = [t if needed else None for t, needed in zip(of_vectors, needs)]
         return grad_input if needs_input else None, None, *of_vectors, None, None
 
 
 _function = _calls.apply_of(GroupNormAct)
 
 
-def _averages(
-    sums: Tensor, factor: Tensor | None, order: int
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The averages over the channels of a group that batch norm's last pass takes for each channel,
-    which multiplies them by the factors [N * C] of the channels; and those factors.
-
-    sums: [2, N, G, C / G], or with ``order=1`` [N, 2, G, C / G].
-    """
-    if factor is None:
-        return sums.mean(3, keepdim=True).expand_as(sums).contiguous(), None
-    groups = [size for i, size in enumerate(sums.shape) if i != order]
-    factors = factor.view(groups).double()
-    averages = (sums * factors.unsqueeze(order)).mean(3, keepdim=True)
-    size = factors.abs()
-    least = size.max(2, keepdim=True)[0].mul_(_LEAST_FACTOR)
-    factors = torch.where(size < least, least.copysign(factors), factors)
-    # Where all factors of a group are 0, so are the averages.
-    divisors = torch.where(factors == 0, 1.0, factors)
-    return averages / divisors.unsqueeze(order), factors.to(factor.dtype).view(-1)
-
-
-def _backward(
-    grad: Tensor, input: Tensor, groups: int,
-    vectors: list[Any], activation: Pointwise,
-    needs_input: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradient of the input (that of the output, where it is not needed), and the two sums."""
-    shape, planes = input.shape, _planes(input)
-    folded = planes is not input
-    grad_planes = _planes(grad.contiguous()) if folded else grad
-    factor, offset, mean, invstd = vectors
-    leaves = needs_input and activation.op >= 0 and input.device.type in _LEAVES_GRADIENT
-    sums, d = _reduce(grad_planes, planes, None, None, *vectors, *activation, leaves)
-    # The two sums of a sample follow each other in memory where samples have calls of their own.
-    both, order = ((2, shape[0]), 0) if folded else ((shape[0], 2), 1)
-    sums = sums.view(*both, groups, -1)
-    if needs_input:
-        averages, factor = _averages(sums, factor, order)
-        rest = (-1, 0.0, 0.0) if leaves else activation
-        grad_planes, _ = _backward_apply(
-            d if leaves else grad_planes, planes, None, None, factor, offset, mean, invstd,
-            averages.div_(input.numel() // mean.numel()).view(-1, planes.shape[1]), *rest, False,
-        )  # fmt: skip
-    halves = sums.view(*both, -1).unbind(order)
-    return grad_planes.view(shape) if folded else grad_planes, halves[0], halves[1]
-
-
 def _fits(input: Tensor, groups: int, affine: Affine, eps: float) -> bool:
-    """Whether batch norm's ops take the arguments."""
+    """Whether the op takes the arguments."""
     samples, channels = input.shape[:2]
     if type(groups) is not int or groups < 1 or channels % groups or not eps >= 0:
         return False
@@ -219,19 +135,27 @@ def _fits(input: Tensor, groups: int, affine: Affine, eps: float) -> bool:
 
 
 def _gains(input: Tensor, activates: bool, modulates: bool) -> bool:
-    """Whether batch norm's ops are faster than torch's own, or are to keep less for backward."""
-    size, samples, least = input.numel(), input.shape[0], _LEAST.get(input.device.type)
-    if least is not None and size < least[input.itemsize]:
-        return False
+    """Whether the op is faster than torch's own, or is to keep less for backward."""
+    samples, channels = input.shape[:2]
+    least = _LEAST.get(input.device.type)
     last = _calls.suggests_channels_last(input)
     keeps_less = activates and _recompute.scope() is not None
     if least is None:
         return keeps_less and not (last and samples > _MOST_SAMPLES)
-    return size >= samples * _LEAST_SAMPLE[input.itemsize] if last else modulates or keeps_less
+    size = input.numel()
+    for kind, applies in (
+        ("channels_last", last), ("modulated", modulates), ("recomputed", keeps_less),
+        ("contiguous", activates and not last and input.itemsize > 2),
+    ):  # fmt: skip
+        if applies:
+            all_samples, sample, plane = least[kind]
+            if size >= max(all_samples, samples * sample, samples * channels * plane):
+                return True
+    return False
 
 
 def _fused(input: Tensor, groups: int, affine: Affine, eps: float, activation: Pointwise) -> Any:
-    """The output of batch norm's ops; None where they take no such call, or gain nothing."""
+    """The output of the op; None where it takes no such call, or gains nothing."""
     if not _calls.takes(input) or input.dim() < 2 or input.numel() == 0:
         return None
     modulates = affine.scale is not None or affine.shift is not None
@@ -243,12 +167,11 @@ def _fused(input: Tensor, groups: int, affine: Affine, eps: float, activation: P
     input = laid_out(input, activation)
     if _calls.needs_grad(input, *affine):
         return _function(input, groups, *affine, eps, activation)
-    statistics = _statistics(input, groups, eps)
-    return _normalised(input, *_vectors(affine, input), *statistics, *activation)
+    return _forward(input, groups, *affine, eps, *activation)[0]
 
 
 def run(input: Tensor, groups: int, affine: Affine, eps: float, activation: Pointwise) -> Tensor:
-    """Batch norm's ops where they take the call and gain, else torch's, with its errors."""
+    """The op where it takes the call and gains, else torch's, with its errors."""
     if _calls.traced():
         if _calls.transformed():  # torch cannot batch its group norm of channels_last
             input = input.contiguous()
@@ -295,8 +218,8 @@ def group_norm_act(
     The first arguments are those of :func:`torch.nn.functional.group_norm`. Saved for backward: the
     input, and vectors. Statistics are computed in float64. An input of 16 bits is computed in
     float32, and rounded once; under autocast on CUDA the result is float32, as torch's. Inputs that
-    are too small to gain, and contiguous ones without activation and modulation, run torch's group
-    norm.
+    are too small to gain, and contiguous ones without modulation that are of 16 bits or have no
+    activation, run torch's group norm.
 
     Args:
         input: [N, C, ...] of float32, float64, float16 or bfloat16. The output is contiguous or

@@ -25,6 +25,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "few_bit": ("few_bit", "few_bit_", "few_bit_backward"),
     "fold": ("fold_weight", "fold_weight_backward"),
     "gated": ("gated", "gated_backward", "gated_spread", "gated_spread_backward"),
+    "group_norm": ("group_norm_act", "group_norm_act_apply", "group_norm_act_backward"),
     "images": ("normalize_images",),
     "optimizers": ("measure_gradients", "try_update", "optimizer_step"),
     "pool": ("max_pool2d", "max_pool2d_backward"),

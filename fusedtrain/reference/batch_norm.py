@@ -56,10 +56,8 @@ def eager(input: Tensor, residual: Tensor | None, norm: Norm, activation: Pointw
 
 
 def per_channel(values: Tensor, input: Tensor) -> Tensor:
-    """One value a channel, or a sample and channel, in a shape that broadcasts over the input."""
-    channels = input.shape[1]
-    rows = values.numel() // channels if channels else 1
-    return values.reshape([rows, channels] + [1] * (input.dim() - 2))
+    """One value a channel, in a shape that broadcasts over the input."""
+    return values.reshape([1, -1] + [1] * (input.dim() - 2))
 
 
 def per_sample(values: Tensor, input: Tensor) -> Tensor:
@@ -69,11 +67,6 @@ def per_sample(values: Tensor, input: Tensor) -> Tensor:
 
 def _over_channels(t: Tensor) -> Tensor:
     return t.sum([d for d in range(t.dim()) if d != 1])
-
-
-def _parts(t: Tensor, vector: Tensor) -> tuple[Tensor, ...]:
-    """The tensor, or each sample of it where the vector has a value for each sample and channel."""
-    return (t,) if vector.numel() == t.shape[1] else t.split(1)
 
 
 def batch_norm_stats(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,8 +195,7 @@ def batch_norm_act_backward_reduce(
     grad_residual = torch.empty_like(input).copy_(dz) if needs_residual else input.new_empty(0)
     d = (dz if branch_scale is None else dz * per_sample(branch_scale, input)).double()
     normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
-    parts = zip(_parts(d, mean), _parts(d * normalised, mean))
-    sums = torch.stack([_over_channels(t) for pair in parts for t in pair])
+    sums = torch.stack([_over_channels(d), _over_channels(d * normalised)])
     return sums, grad_residual
 
 
@@ -220,7 +212,7 @@ def batch_norm_act_backward_apply(
     if averages is not None:
         assert input is not None
         normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
-        average, slope = averages.to(d.dtype).unflatten(0, (-1, 2)).unbind(1)
+        average, slope = averages.to(d.dtype)
         d = d - per_channel(average, grad) - normalised * per_channel(slope, grad)
     scale = invstd if weight is None else invstd * weight
     return torch.empty_like(model).copy_(d * per_channel(scale, grad)), grad_residual

@@ -85,7 +85,7 @@ def _cut(view: _View, block: int, summed: bool) -> _Cut:
     )
 
 
-def _walkable(t: Tensor, by_sample: bool) -> Tensor:
+def walkable(t: Tensor, by_sample: bool) -> Tensor:
     """A dense tensor; with `by_sample` its samples follow each other in memory."""
     if t.dim() < 2:
         raise RuntimeError(f"fusedtrain::{NAME}: input must have 2 dimensions")
@@ -120,7 +120,7 @@ class Call:
         if not IDENTITY <= activation < len(POINTWISE):
             raise RuntimeError(f"fusedtrain::{NAME}: no such activation")
         by_sample = branch_scale is not None
-        self.x = x = _walkable(model, by_sample)
+        self.x = x = walkable(model, by_sample)
         self._model = model
         self.view = _view_of(x, by_sample)
         self.channels = x.size(1)

@@ -17,17 +17,6 @@ from ..reference.pointwise import IDENTITY
 from ._batch_norm_calls import NAME, BackwardCall, Call
 
 
-def _samples(vector: Tensor, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """Arguments of a call for each sample, if a vector has a value for each sample and channel:
-    tensors of the input's shape, then vectors, cut up in dimension 0. Else an empty list."""
-    model = next(t for t in tensors if t is not None)
-    samples = model.size(0) if model.dim() > 1 else 1
-    if samples < 2 or vector.numel() != samples * model.size(1):
-        return []
-    cuts = [(None,) * samples if t is None else t.chunk(samples) for t in tensors]
-    return list(zip(*cuts))
-
-
 def batch_norm_stats(input: Tensor) -> tuple[Tensor, Tensor]:
     call = Call(input, None, None, None, IDENTITY, 0.0, 0.0)
     mean = input.new_empty(call.channels, dtype=torch.float64)
@@ -69,10 +58,6 @@ def batch_norm_act_restore(
 
 def batch_norm_act_apply(input: Tensor, residual: Tensor | None, *arguments: Any) -> Tensor:
     branch_scale, weight, bias, mean, invstd, *activation = arguments
-    parts = _samples(mean, input, residual, branch_scale, weight, bias, mean, invstd)
-    if parts:
-        outputs = [batch_norm_act_apply(*part, *activation) for part in parts]  # type: ignore[arg-type]
-        return torch.empty_like(input).copy_(torch.cat(outputs))
     call = Call(input, branch_scale, weight, bias, *activation)
     call.use(mean, invstd)
     added = call.companion(residual, "residual")
@@ -102,13 +87,6 @@ def batch_norm_act_backward(
 
 def batch_norm_act_backward_reduce(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *call_arguments, needs_residual = arguments
-    input, *vectors = call_arguments[:7]
-    parts = _samples(vectors[4], grad, input, *vectors)
-    if parts:
-        rest = (*call_arguments[7:], needs_residual)
-        pairs = [batch_norm_act_backward_reduce(*part, *rest) for part in parts]  # type: ignore[arg-type]
-        sums, gradients = (torch.cat(column) for column in zip(*pairs))
-        return sums, torch.empty_like(input).copy_(gradients) if needs_residual else gradients
     call = BackwardCall(grad, *call_arguments)
     grad_residual = torch.empty_like(call.x) if needs_residual else None
     sums = call.reduce(grad_residual, None, 1)
@@ -119,14 +97,6 @@ def batch_norm_act_backward_apply(
     grad: Tensor, input: Tensor | None, *arguments: Any
 ) -> tuple[Tensor, Tensor]:
     *tensors, averages, activation, a, b, needs_residual = arguments
-    parts = _samples(tensors[4], grad, input, *tensors, averages)
-    if parts:
-        rest = (activation, a, b, needs_residual)
-        pairs = [batch_norm_act_backward_apply(*part, *rest) for part in parts]  # type: ignore[arg-type]
-        model = grad if input is None else input
-        gradients, residuals = (torch.cat(column) for column in zip(*pairs))
-        laid_out = torch.empty_like(model).copy_(gradients)
-        return laid_out, torch.empty_like(model).copy_(residuals) if needs_residual else residuals
     call = BackwardCall(grad, input, *tensors, activation, a, b)
     if averages is not None:
         ok = averages.dtype is torch.float64 and averages.numel() == 2 * call.channels

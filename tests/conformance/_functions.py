@@ -56,7 +56,7 @@ def ours_of(case: str) -> Callable[..., Any]:
 
 
 def _group_norm(*args: Any, **kwargs: Any) -> Tensor:
-    """Batch norm's ops, for which samples are too small."""
+    """The op, for which samples are too small."""
     with patch.object(group_norm, "_gains", lambda *_: True):
         return functional.group_norm_act(*args, **kwargs)
 

@@ -74,7 +74,7 @@ def batch_norm(pick: Pick, context: Context, sizes: tuple[int, ...], module: str
 
 
 def group_norm_act(pick: Pick, context: Context, module: str = "") -> Call:
-    """A call with sizes that run batch norm's ops in channels_last, or torch's norm; of a module of
+    """A call with sizes that run the op in channels_last, or torch's norm; of a module of
     that class, which its setup is to make. torch's backward of channels_last may crash."""
     sizes = pick((2, 4, 3, 5), (2, 32, 64, 64)) if context.mode == "gradient" else (2, 4, 3, 5)
     groups = 1 if module == "GroupNorm1Act" else pick(1, 2, 4)

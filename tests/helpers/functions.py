@@ -74,7 +74,7 @@ def _recomputed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def group_norm_act(x: Tensor, w: Tensor, b: Tensor, *modulation: Tensor) -> Tensor:
-    """Batch norm's ops, for which these tensors are too small."""
+    """The op, for which these tensors are too small."""
     compiles = torch.compiler.is_compiling()
     with nullcontext() if compiles else mock.patch.object(group_norm, "_gains", return_value=True):
         return F.group_norm_act(x, 2, w, b, 1e-5, "silu", *modulation)

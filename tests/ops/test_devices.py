@@ -36,6 +36,10 @@ def _norm() -> tuple[Tensor, ...]:
     return tuple(torch.rand(4) + 0.5 for _ in range(4))
 
 
+def _affine() -> tuple[Tensor, ...]:
+    return (*_norm()[:2], torch.rand(3, 4), torch.rand(3, 4))
+
+
 def _optimizer() -> tuple[Any, ...]:
     case = Case("adam", [Spec((4, 6), torch.bfloat16, master=True, average=torch.float32)],
                 [busy("adam", lr_index=0)], lrs=[torch.tensor([0.1])], scale=2.0, found_inf=0.0,
@@ -83,6 +87,11 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "row_norm_backward": lambda: (
         X.clone(), X.clone(), X.clone(), PER_CHANNEL.clone(), X[:, :1].clone(), X[:, :1].clone(), 1,
         1, True, True,
+    ),
+    "group_norm_act": lambda: (X.clone(), 2, *_affine(), 1e-5, *ACT),
+    "group_norm_act_apply": lambda: (X.clone(), torch.rand(4, 3, 4), *ACT),
+    "group_norm_act_backward": lambda: (
+        X.clone(), X.clone(), 2, *_affine(), torch.rand(4, 3, 4), *ACT, *(True,) * 5,
     ),
     "scale_add": lambda: (X.clone(), torch.randn(3, 4), X.clone(), 1),
     "scale_add_backward": lambda: (X.clone(), X.clone(), torch.randn(3, 4), 1, True),
@@ -197,6 +206,27 @@ MISTAKES: dict[str, list[Mistake]] = {
         ({4: X[:, :1].double()}, "mean must have a number for each block"),
         ({5: X[:, :1, :2].clone()}, "rstd must have a number for each block"),
         ({5: X[:, :1].transpose(0, 2).contiguous().transpose(0, 2)}, "rstd must have the layout"),
+    ],
+    "group_norm_act": [
+        ({0: X.int()}, "input must be float32"),
+        ({0: X[0, 0]}, "input must have 2 dimensions"),
+        ({1: 3}, "num_groups must divide"),
+        ({1: 0}, "num_groups must divide"),
+        ({2: torch.ones(5)}, "weight must have 4 elements"),
+        ({2: torch.ones(4).double()}, "must have one dtype"),
+        ({2: torch.ones(4).half(), 3: torch.ones(4).half()}, "weight must have the dtype"),
+        ({4: torch.ones(4)}, "scale must have 12 elements"),
+        ({5: torch.ones(3, 4).half()}, "shift must have the dtype"),
+        ({7: 99}, "no such activation"),
+    ],
+    "group_norm_act_apply": [
+        ({1: torch.ones(4, 12)}, "vectors must be"),
+        ({1: torch.ones(4, 3, 5)}, "vectors must have 48 elements"),
+        ({1: torch.ones(4, 3, 4).double()}, "vectors must have the dtype"),
+    ],
+    "group_norm_act_backward": [
+        ({0: X[:2]}, "must have the same shape"),
+        ({7: torch.ones(4, 2, 4)}, "vectors must be"),
     ],
     "scale_add": [
         ({1: torch.ones(3, 5)}, "fusedtrain"),
@@ -322,6 +352,11 @@ MORE: dict[str, list[tuple[Any, ...]]] = {
     ],
     "row_norm_backward": [
         (X, None, X, None, X.new_empty(0), torch.ones(3, 1, 1), 1, 2, False, False),
+    ],
+    "group_norm_act": [(X, 2, None, None, None, None, 1e-5, *ACT)],
+    "group_norm_act_backward": [
+        (X, X, 2, *_affine(), torch.rand(4, 3, 4), *ACT, *needs)
+        for needs in ((True,) + (False,) * 4, (False,) + (True,) * 4)
     ],
     "scale_add": [(X, torch.randn(3, 4), None, 1)],
     "scale_add_backward": [(X, None, torch.randn(3, 4), 1, True)],

@@ -1,5 +1,5 @@
-"""Group norm, modulation and activation: the ops with vectors of each sample and channel on every
-backend; the function against torch in float64; derivatives, layouts, special values, choices."""
+"""Group norm, modulation and activation: the ops on every backend; the function against torch in
+float64; derivatives, layouts, special values, choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import fusedtrain
 import fusedtrain.functional as F
 from fusedtrain.nn import GroupNorm, GroupNorm1Act, GroupNormAct
 from fusedtrain.ops import group_norm
-from fusedtrain.reference import batch_norm as reference
+from fusedtrain.reference import group_norm as reference
+from fusedtrain.reference.dtypes import wide_of
 from fusedtrain.reference.pointwise import INDEX
 from helpers.backends import Kernels, placed
 from helpers.models import timm
@@ -30,38 +31,92 @@ ACTIVATIONS: dict[str | None, Any] = {None: lambda z: z, "silu": T.silu, "tanh":
 
 @pytest.fixture
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of any size and layout run batch norm's ops."""
+    """Inputs of any size and layout run the op."""
     monkeypatch.setattr(group_norm, "_gains", lambda *_: True)
 
 
 pytestmark = pytest.mark.usefixtures("every_size")
 
 
+SHAPES: tuple[tuple[tuple[int, ...], int, str], ...] = (
+    ((3, 8, 5, 7), 4, "contiguous"),
+    ((3, 12, 5, 2), 3, "channels_last"),
+    ((2, 40, 3, 3), 1, "contiguous"),
+    ((2, 36, 3, 3), 1, "channels_last"),
+    ((1, 16, 9), 16, "contiguous"),
+    ((2, 1, 4, 5), 1, "contiguous"),
+    ((3, 8), 2, "contiguous"),
+    ((2, 6, 4, 4), 2, "transposed"),
+    ((2, 6, 5, 3), 3, "of a larger one"),
+    ((2, 0, 4, 4), 1, "contiguous"),
+    ((0, 6, 4, 4), 2, "contiguous"),
+)
+
+
+def laid(t: Tensor, kind: str) -> Tensor:
+    if kind == "transposed":
+        return t.transpose(0, 3).contiguous().transpose(0, 3)
+    if kind == "of a larger one":
+        return torch.cat([t, t], 2)[:, :, ::2][:, :, : t.size(2)].copy_(t)
+    return t.contiguous(memory_format=LAYOUTS[kind])
+
+
+def formula(name: str, *arguments: Any) -> Any:
+    return getattr(reference, name)(*arguments)
+
+
+def run(call: Any, tensors: Any, groups: int, activation: Any, needs: Any) -> list[Tensor]:
+    """The output, the same of given vectors, the vectors, the gradients."""
+    x, grad, *affine = tensors
+    y, vectors = call("group_norm_act", x, groups, *affine, 1e-3, *activation)
+    again = call("group_norm_act_apply", x, vectors, *activation)
+    back = (grad, x, groups, *affine, vectors, *activation, *needs)
+    return [y, again, vectors, *call("group_norm_act_backward", *back)]
+
+
 @pytest.mark.usefixtures("memory_is_full_of_nan")
-def test_ops_with_vectors_of_each_sample(ops: Kernels) -> None:
-    """As calls of the formula for each sample."""
-    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), LAYOUTS):
-        x, grad, residual = (
-            torch.randn(3, 8, 5, 2).to(dtype).contiguous(memory_format=LAYOUTS[kind])
-            for _ in range(3)
-        )
-        vectors = [torch.rand(24) + 0.5 for _ in range(4)]
-        rows = torch.tensor([0.0, 1.0, 2.0])
-        averages = torch.randn(6, 8, dtype=torch.float64)
-        calls: dict[str, tuple[Any, ...]] = {
-            "apply": (x, residual, rows, *vectors, *SILU),
-            "backward_reduce": (grad, x, residual, rows, *vectors, *SILU, True),
-            "backward_apply": (grad, x, residual, rows, *vectors, averages, *SILU, True),
-        }
-        for name, arguments in calls.items():
-            moved = [placed(a, ops.device) if isinstance(a, Tensor) else a for a in arguments]
-            results = ops(f"batch_norm_act_{name}", *moved)
-            wants = getattr(reference, f"batch_norm_act_{name}")(*arguments)
-            single = isinstance(wants, Tensor)
-            for result, want in zip(*(((r,) if single else r) for r in (results, wants))):
-                eps = 4 * torch.finfo(dtype).eps
-                torch.testing.assert_close(result.cpu(), want, rtol=eps, atol=4 * eps)
-                assert result.stride() == want.stride(), (name, kind)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_kernels(ops: Kernels, dtype: torch.dtype) -> None:
+    """Outputs, vectors and gradients of every backend, as the formula in float64; the output of the
+    same vectors has the same bits."""
+    eps = torch.finfo(dtype).eps
+    slack = {torch.float64: 48, torch.float32: 32}.get(dtype, 1)
+    wants = ((True, False, True, True, True), (False, True, True, False, False))
+    for number, ((shape, groups, kind), option) in enumerate(itertools.product(SHAPES, range(4))):
+        if ops.slow and number % 3:
+            continue
+        torch.manual_seed(option)
+        wide = wide_of(torch.empty(0, dtype=dtype)) if option == 2 else dtype
+        x, grad = (laid((torch.randn(shape) * 2 + 1).to(dtype), kind) for _ in range(2))
+        affine: list[Tensor | None] = [(torch.rand(shape[1]) - 0.3).to(wide) for _ in range(2)]
+        assert affine[0] is not None
+        group = shape[1] // groups
+        affine[0][::3], affine[0][:group] = 0, 0  # a group of zeros, and one of nearly none
+        affine[0][-group:] *= 1e-305 if dtype is torch.float64 else 1e-30
+        affine += [torch.randn(shape[:2]).to(dtype) for _ in range(2)]
+        affine = [t if (0b1111, 0b0010, 0b0011, 0b1000)[option] >> i & 1 else None
+                  for i, t in enumerate(affine)]  # fmt: skip
+        activation = SILU if option != 1 else (-1, 0.0, 0.0)
+        needs = wants[option % 2] if option != 2 else (True,) * 5
+        tensors = (x, grad, *affine)
+        moved = [None if t is None else placed(t, ops.device) for t in tensors]
+        results = run(ops, moved, groups, activation, needs)
+        exact = [None if t is None else t.double() for t in tensors]
+        truths = run(formula, exact, groups, activation, needs)
+        models = (x, x, None, x if needs[0] else None)
+        for i, (result, truth) in enumerate(zip(results, truths, strict=True)):
+            assert result.shape == truth.shape, (shape, option, i)
+            if i == 2 or result.numel() == 0:
+                continue
+            error, most = (result.cpu().double() - truth).abs().max(), truth.abs().max()
+            bound = slack * eps * most + 16 * torch.finfo(dtype).tiny
+            assert error <= bound, (shape, kind, option, i, float(error / most / eps))
+            if i < 4 and (model := models[i]) is not None:
+                assert result.stride() == torch.empty_like(model).stride(), (shape, kind, i)
+        assert results[0].equal(results[1])
+        assert [t.dtype for t in results[:2]] == [dtype] * 2
+        gradients = zip(results[4:], affine, needs[1:], strict=True)
+        assert all(t is None or r.dtype is t.dtype for r, t, needed in gradients if needed)
 
 
 def call(x: Tensor, w: Any, b: Any, scale: Any, shift: Any, groups: int, act: Any) -> Tensor:
@@ -74,15 +129,13 @@ def call(x: Tensor, w: Any, b: Any, scale: Any, shift: Any, groups: int, act: An
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_numbers(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs and all gradients, against float64. Weights of 0 and next to it have exact ones.
-    Backward computes the activation once, as on a CPU, or twice."""
+def test_numbers(kind: str, dtype: torch.dtype) -> None:
+    """Outputs and all gradients, against float64. Weights of 0 and next to it have exact ones."""
     eps = torch.finfo(dtype).eps
     slack = {torch.float64: 24, torch.float32: 16}.get(dtype, 1)
     shapes = (((3, 8, 5, 7), 4), ((2, 16, 9, 9), 16), ((4, 6, 33, 3), 1), ((1, 8, 6, 6), 2))
     for (shape, groups), act, options in itertools.product(shapes, ACTIVATIONS, range(4)):
         torch.manual_seed(0)
-        monkeypatch.setattr(group_norm, "_LEAVES_GRADIENT", ("cpu", "cuda")[: options % 2 * 2])
         weight = torch.rand(shape[1]) + 0.5
         weight[::3], weight[1], weight[-1] = 0, 1e-20, -1e-30
         vectors = [weight, torch.randn(shape[1]), torch.randn(shape[:2]), torch.randn(shape[:2])]
@@ -169,26 +222,37 @@ def test_derivatives(act: str | None) -> None:
 
 
 def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rule for inputs that run batch norm's ops."""
+    """The rule for inputs that run the op."""
     monkeypatch.undo()
 
-    def fused(shape: tuple[int, ...], act: str | None = "silu", last: bool = True) -> bool:
-        x = torch.randn(shape, requires_grad=True)
+    def fused(
+        shape: tuple[int, ...], act: str | None = "silu", last: bool = True, scale: Any = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> bool:  # fmt: skip
+        x = torch.randn(shape, dtype=dtype, requires_grad=True)
         x = x.contiguous(memory_format=torch.channels_last) if last else x
-        return "GroupNormAct" in type(F.group_norm_act(x, 2, activation=act).grad_fn).__name__
+        y = F.group_norm_act(x, 2, activation=act, scale=scale)
+        return "GroupNormAct" in type(y.grad_fn).__name__
 
-    assert fused((2, 64, 64, 64))
-    assert fused((2, 64, 64, 64), None)
+    assert fused((8, 64, 8, 8))
+    assert fused((8, 64, 8, 8), None)
     assert not fused((2, 64, 8, 8))
-    assert not fused((64, 256, 8, 8))
-    assert not fused((2, 64, 64, 64), last=False)
+    assert not fused((512, 32, 4, 4))
+    assert fused((4, 256, 32, 32), last=False)
+    assert not fused((4, 256, 32, 32), None, last=False)
+    assert not fused((4, 256, 32, 32), last=False, dtype=torch.bfloat16)
+    assert not fused((64, 256, 8, 8), last=False)
+    for last in (False, True):
+        assert fused((2, 4, 8, 8), last=last, scale=torch.randn(2, 4))
+    assert not fused((2, 4, 4, 4), last=False, scale=torch.randn(2, 4))
+    assert not fused((2, 64, 32, 32), last=False)
     with fusedtrain.recompute():
-        assert fused((2, 64, 64, 64), last=False)
-        assert not fused((2, 64, 64, 64), None, last=False)
+        assert fused((2, 64, 32, 32), last=False)
+        assert not fused((2, 64, 32, 32), None, last=False)
 
 
 def test_torch_sees_other_calls() -> None:
-    """Numbers, dtypes and errors of torch, where batch norm's ops do not take the call."""
+    """Numbers, dtypes and errors of torch, where the op does not take the call."""
     x, w, b, scale, shift = (t.detach() for t in leaves(torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
         assert F.group_norm_act(x, 2, w, b, activation="silu").dtype is torch.float32

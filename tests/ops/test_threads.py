@@ -56,6 +56,15 @@ def _row_norm() -> Results:
         yield from (y, *OPS.row_norm_backward(x, y, y, *statistics, 1, 1, True, True))
 
 
+def _group_norm() -> Results:
+    image, vectors = torch.randn(3, 40, 61, 59), (torch.randn(40), torch.randn(40))
+    rest = (*vectors, torch.randn(3, 40), torch.randn(3, 40))
+    for x in (image, image.to(memory_format=torch.channels_last)):
+        y, rows = OPS.group_norm_act(x, 4, *rest, 1e-5, *FORMULAS["silu"])
+        needs = (rows, *FORMULAS["silu"], *(True,) * 5)
+        yield from (y, *OPS.group_norm_act_backward(x, x, 4, *rest, *needs))
+
+
 def _pool() -> Results:
     window = ([3, 3], [2, 2], [1, 1])
     y, codes = OPS.max_pool2d(torch.randn(3, 20, 65, 67), *window, False, 4, False)
@@ -72,6 +81,7 @@ CASES: dict[str, Callable[[], Results]] = {
     "star_relu": partial(_channelwise, "star_relu", 2),
     "scale_add, bias_act": _scale_and_bias,
     "row_norm": _row_norm,
+    "group_norm": _group_norm,
     "max_pool2d": _pool,
     "3x3": _convolution((2, 20, 9, 10), (20, 1, 3, 3), padding=1),
     "5x5 by 2": _convolution((2, 3, 11, 12), (3, 1, 5, 5), stride=2, padding=2),

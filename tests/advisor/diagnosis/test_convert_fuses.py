@@ -150,7 +150,7 @@ def test_networks_of_norms_and_activations(name: str) -> None:
     assert finding.cost.bytes == model.before - model.recompute >= 0.25 * model.before
     assert str(finding.cost).endswith(" kept for backward")
     times = '1 ms now, 1 ms converted, 1 ms with memory="recompute"'
-    assert finding.evidence.endswith(f"; forward and backward take {times}")
+    assert f"; forward and backward take {times}" in finding.evidence
     assert 'example, memory="recompute")' in finding.remedy
 
 

@@ -38,7 +38,7 @@ TRUE: dict[str, tuple[set[str], set[str]]] = {
     "torchvision_reference": (_FUSES | _SCALED | _CLONES, _SCALED | _CLONES),
     "transformers_Llama": (_FUSES, set()),
     "transformers_GPT2": (_FUSES, set()),
-    "transformers_Bert": (set(), set()),
+    "transformers_Bert": (_FUSES, set()),
     "transformers_ViT": (set(), set()),
     "transformers_ConvNext": (set(), set()),
     "diffusion": (set(), set()),

@@ -75,6 +75,17 @@ def restore(x: Tensor) -> Call:
     return "batch_norm_act_restore", (half(x), *vectors, 0.1), x.numel() * 2
 
 
+def group_norm(backward: bool) -> Call:
+    """Large planes: channels_last has launches for each sample."""
+    x, vectors = half(torch.randn(2, 16, 128, 128)), torch.rand(4, 2, 16) + 0.5
+    norm = (x, 4, half(torch.rand(x.size(1))), *(None,) * 3)
+    silu = (list(fusedtrain.reference.ACTIVATIONS).index("silu"), 0.0, 0.0)
+    if not backward:
+        return "group_norm_act", (*norm, 1e-5, *silu), x.nbytes
+    needs = (True, True, False, False, False)
+    return "group_norm_act_backward", (x.clone(), *norm, vectors, *silu, *needs), x.nbytes
+
+
 def gated(backward: bool) -> Call:
     silu = list(fusedtrain.reference.ACTIVATIONS).index("silu")
     gate, value, grad = (half(torch.randn(64, 512)) for _ in range(3))
@@ -176,6 +187,8 @@ CALLS: dict[str, dict[str, Callable[[], Call]]] = {
     "channelwise backward": everywhere(channelwise, True),
     **{f"batch_norm {kind}": everywhere(batch_norm, kind) for kind in NORMS if kind != "restore"},
     "batch_norm restore": everywhere(restore),
+    "group_norm forward": {"": lambda: group_norm(False)},
+    "group_norm backward": {"": lambda: group_norm(True)},
     "gated forward": {"": lambda: gated(False)},
     "gated backward": {"": lambda: gated(True)},
     "row_norm forward": {"": lambda: row_norm(False)},
