@@ -17,15 +17,19 @@ class Stream:
         chosen: part of the names of the variants that a training run meets; others are for what is
             not aligned.
         always, most: tensors that it reads in every call, and in a call with all options.
+        variants: label and pattern of the names of kernels that have a row of their own.
     """
 
     chosen: str
     always: int
     most: int
     note: str = ""
+    variants: tuple[tuple[str, str], ...] = ()
 
 
 _WIDE = r", true>\("
+_SIZES = (3, 5, 7)
+_LAYOUTS = (("channels_last", "true"), ("planes", "false"))
 _WALKS = ("planes_kernel", "columns_kernel")
 STREAMS = {
     ("pointwise", "forward_kernel"): Stream("", 1, 1),
@@ -59,8 +63,27 @@ STREAMS = {
     ("optimizer_update_codes", "trial_kernel"): Stream("", 1, 1),
     ("pool", "max_pool2d_kernel"): Stream(r"int, [23], ", 1, 1),
     ("pool_backward", "max_pool2d_tiles_kernel"): Stream("", 1, 1),
-    ("depthwise_strips", "strips_kernel"): Stream(r", [357], [12], ", 1, 1),
-    ("depthwise_weight", "weight_kernel"): Stream(r", int, Shape<\w+, [357], ", 1, 1),
+    # A stride of 1.
+    ("depthwise_strips", "strips_kernel"): Stream(
+        r", [357], 1, ",
+        1,
+        1,
+        variants=tuple(
+            (f"{layout} {k} x {k}", f", {wide}, {k}, 1, ")
+            for layout, wide in _LAYOUTS
+            for k in _SIZES
+        ),
+    ),
+    ("depthwise_weight", "weight_kernel"): Stream(
+        r", int, Shape<\w+, [357], 1>",
+        1,
+        1,
+        variants=tuple(
+            (f"{layout} {k} x {k}", f"Shape<{wide}, {k}, 1>")
+            for layout, wide in _LAYOUTS
+            for k in _SIZES
+        ),
+    ),
     ("fold", "fold_kernel"): Stream("", 1, 1),
     ("fold", "fold_backward_kernel"): Stream("", 1, 1),
 }
@@ -127,13 +150,33 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
     (*_POOL_BACKWARD, "Windows<3, 2, "): {"moved": 2.625 / 2, "turns": 0},
     (*_POOL_BACKWARD, "Windows<3, 1, "): {"moved": 4.5 / 2, "turns": 0},
 }
+# The way with the most sums. As many bytes are read as are written; loops over a kernel's columns
+# write none. Those of 3 are unrolled, but for one.
+_SUMS = {"moved": 2, "by": "[FD]FMA"}
+for _k in _SIZES:
+    ROUTES["depthwise_strips", "", rf", true, {_k}, 1, true"] = {**_SUMS, "silent": _k}
+    ROUTES["depthwise_strips", "", rf", {_k}, 1, "] = {**_SUMS, "silent": _k if _k > 3 else 1}
+# A turn of the weight's gradient goes over a strip of gradients and inputs; in channels_last the
+# threads of all columns of a kernel do.
+for _dtype, _bytes in (("float", 4), ("__half", 2), ("__nv_bfloat16", 2)):
+    for _k, _wide_rows, _rows in ((3, 4, 8), (5, 2, 8), (7, 2, 4)):
+        _turn = {f"true, {_k}": 2 * 16 * _wide_rows / _k, f"false, {_k}": 2 * _bytes * _rows}
+        for _name, _each in _turn.items():
+            ROUTES["depthwise_weight", "", rf"<{_dtype}, int, Shape<{_name}, 1"] = {
+                "by": "FFMA",
+                "turn": _each,
+            }
 # Less of a copy than FAST of occupancy.py asks for: (source, begin of the kernel, pattern):
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
+    ("depthwise_strips", "", ""): (14, "(issue 56)"),
+    ("depthwise_weight", "", ""): (11, "(issue 56)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         55, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),
 }  # fmt: skip
+# Variants that the first rows of `make gpu` are of.
+FIRST = ("channels_last 3 x 3", "planes 3 x 3")
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"
 _CHAINS = [("gated", "gated_kernel")]
