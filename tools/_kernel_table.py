@@ -64,15 +64,14 @@ STREAMS = {
     ("pool", "max_pool2d_kernel"): Stream(r"int, [23], ", 1, 1),
     ("pool_backward", "max_pool2d_tiles_kernel"): Stream("", 1, 1),
     # A stride of 1.
+    ("depthwise_planes", "planes_kernel"): Stream(
+        r"Planes<\d, 1, ", 1, 1, variants=tuple((f"{k} x {k}", f"Planes<{k}, ") for k in _SIZES)
+    ),
     ("depthwise_strips", "strips_kernel"): Stream(
-        r", [357], 1, ",
+        r", true, [357], 1, ",
         1,
         1,
-        variants=tuple(
-            (f"{layout} {k} x {k}", f", {wide}, {k}, 1, ")
-            for layout, wide in _LAYOUTS
-            for k in _SIZES
-        ),
+        variants=tuple((f"{k} x {k}", f", {k}, 1, ") for k in _SIZES),
     ),
     ("depthwise_weight", "weight_kernel"): Stream(
         r", int, Shape<\w+, [357], 1>",
@@ -119,7 +118,6 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
     ("pool_backward", "max_pool2d_tiles_kernel", ""): (6, _WRITES),
-    ("depthwise_strips", "strips_kernel", ", false, "): (16, _ELEMENTS),
     ("depthwise_weight", "weight_kernel", "<false, "): (10, _ELEMENTS),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
@@ -153,6 +151,7 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
 # The way with the most sums. As many bytes are read as are written; loops over a kernel's columns
 # write none. Those of 3 are unrolled, but for one.
 _SUMS = {"moved": 2, "by": "[FD]FMA"}
+ROUTES["depthwise_planes", "", ""] = _SUMS
 for _k in _SIZES:
     ROUTES["depthwise_strips", "", rf", true, {_k}, 1, true"] = {**_SUMS, "silent": _k}
     ROUTES["depthwise_strips", "", rf", {_k}, 1, "] = {**_SUMS, "silent": _k if _k > 3 else 1}
@@ -169,14 +168,16 @@ for _dtype, _bytes in (("float", 4), ("__half", 2), ("__nv_bfloat16", 2)):
 # Less of a copy than FAST of occupancy.py asks for: (source, begin of the kernel, pattern):
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
-    ("depthwise_strips", "", ""): (14, "(issue 56)"),
+    ("depthwise_planes", "", "Planes<5"): (70, "(25 sums an output, and a third of the loads)"),
+    ("depthwise_planes", "", "Planes<7"): (40, "(49 sums an output are 80 % by themselves)"),
+    ("depthwise_strips", "", ""): (25, "(issue 56)"),
     ("depthwise_weight", "", ""): (11, "(issue 56)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         55, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),
 }  # fmt: skip
 # Variants that the first rows of `make gpu` are of.
-FIRST = ("channels_last 3 x 3", "planes 3 x 3")
+FIRST = ("3 x 3", "channels_last 3 x 3", "planes 3 x 3")
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"
 _CHAINS = [("gated", "gated_kernel")]
@@ -192,9 +193,12 @@ TIMED = {
     ],
     ("chains", _FORWARD): _CHAINS,
     ("chains", _BOTH): [*_CHAINS, ("gated", "gated_backward_kernel")],
-    ("depthwise", _FORWARD): [("depthwise_strips", "strips_kernel")],
+    ("depthwise", _FORWARD): [
+        ("depthwise_planes", "planes_kernel"), ("depthwise_strips", "strips_kernel"),
+    ],
     ("depthwise", _BOTH): [
-        ("depthwise_strips", "strips_kernel"), ("depthwise_weight", "weight_kernel"),
+        ("depthwise_planes", "planes_kernel"), ("depthwise_strips", "strips_kernel"),
+        ("depthwise_weight", "weight_kernel"),
     ],
     ("few_bit", _FORWARD): [("few_bit", "forward_kernel")],
     ("few_bit", "backward"): [("few_bit", "backward_kernel")],
