@@ -29,7 +29,6 @@ class Stream:
 
 _WIDE = r", true>\("
 _SIZES = (3, 5, 7)
-_LAYOUTS = (("channels_last", "true"), ("planes", "false"))
 _WALKS = ("planes_kernel", "columns_kernel")
 STREAMS = {
     ("pointwise", "forward_kernel"): Stream("", 1, 1),
@@ -74,14 +73,16 @@ STREAMS = {
         variants=tuple((f"{k} x {k}", f", {k}, 1, ") for k in _SIZES),
     ),
     ("depthwise_weight", "weight_kernel"): Stream(
-        r", int, Shape<\w+, [357], 1>",
+        r", int, Shape<true, [357], 1>",
         1,
         1,
-        variants=tuple(
-            (f"{layout} {k} x {k}", f"Shape<{wide}, {k}, 1>")
-            for layout, wide in _LAYOUTS
-            for k in _SIZES
-        ),
+        variants=tuple((f"{k} x {k}", f"Shape<true, {k}, 1>") for k in _SIZES),
+    ),
+    ("depthwise_weight_planes", "planes_weight_kernel"): Stream(
+        r"WeightPlanes<\d, 1>",
+        1,
+        1,
+        variants=tuple((f"{k} x {k}", f"WeightPlanes<{k}, ") for k in _SIZES),
     ),
     ("fold", "fold_kernel"): Stream("", 1, 1),
     ("fold", "fold_backward_kernel"): Stream("", 1, 1),
@@ -102,6 +103,7 @@ SMALL = {
     ("pool_backward", "max_pool2d_backward_kernel"): "unusual windows: right rather than fast",
     ("depthwise", "any_kernel"): "kernels of unusual sizes: right rather than fast",
     ("depthwise_weight", "add_shares_kernel"): _SHARES,
+    ("depthwise_weight_planes", "add_shares_kernel"): _SHARES,
     ("optimizers", "add_kernel"): _SHARES,
     ("optimizers", "prepare_kernel"): "one row a tensor",
     ("optimizers", "finish_kernel"): "one row a tensor",
@@ -118,7 +120,6 @@ EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
     ("pool_backward", "max_pool2d_tiles_kernel", ""): (6, _WRITES),
-    ("depthwise_weight", "weight_kernel", "<false, "): (10, _ELEMENTS),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
 }
@@ -155,29 +156,30 @@ ROUTES["depthwise_planes", "", ""] = _SUMS
 for _k in _SIZES:
     ROUTES["depthwise_strips", "", rf", true, {_k}, 1, true"] = {**_SUMS, "silent": _k}
     ROUTES["depthwise_strips", "", rf", {_k}, 1, "] = {**_SUMS, "silent": _k if _k > 3 else 1}
-# A turn of the weight's gradient goes over a strip of gradients and inputs; in channels_last the
-# threads of all columns of a kernel do.
-for _dtype, _bytes in (("float", 4), ("__half", 2), ("__nv_bfloat16", 2)):
-    for _k, _wide_rows, _rows in ((3, 4, 8), (5, 2, 8), (7, 2, 4)):
-        _turn = {f"true, {_k}": 2 * 16 * _wide_rows / _k, f"false, {_k}": 2 * _bytes * _rows}
-        for _name, _each in _turn.items():
-            ROUTES["depthwise_weight", "", rf"<{_dtype}, int, Shape<{_name}, 1"] = {
-                "by": "FFMA",
-                "turn": _each,
-            }
+# A turn of the weight's gradient goes over a strip or a tile of gradients and of as many inputs; in
+# channels_last the threads of all columns of a kernel do.
+for _k, _rows, _tile in ((3, 4, 32), (5, 2, 32), (7, 2, 16)):
+    ROUTES["depthwise_weight", "", rf"Shape<true, {_k}, 1"] = {
+        "by": "FFMA", "turn": 2 * 16 * _rows / _k,
+    }  # fmt: skip
+    for _dtype, _bytes in (("float", 4), ("__half", 2), ("__nv_bfloat16", 2)):
+        ROUTES["depthwise_weight_planes", "", rf"<{_dtype}, WeightPlanes<{_k}, 1"] = {
+            "by": "FFMA", "turn": 2 * _bytes * _tile,
+        }  # fmt: skip
 # Less of a copy than FAST of occupancy.py asks for: (source, begin of the kernel, pattern):
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
     ("depthwise_planes", "", "Planes<5"): (70, "(25 sums an output, and a third of the loads)"),
     ("depthwise_planes", "", "Planes<7"): (40, "(49 sums an output are 80 % by themselves)"),
     ("depthwise_strips", "", ""): (25, "(issue 56)"),
-    ("depthwise_weight", "", ""): (11, "(issue 56)"),
+    ("depthwise_weight", "", ""): (20, "(issue 56)"),
+    ("depthwise_weight_planes", "", "<[57], "): (38, "(25 or 49 sums a gradient)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         55, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),
 }  # fmt: skip
 # Variants that the first rows of `make gpu` are of.
-FIRST = ("3 x 3", "channels_last 3 x 3", "planes 3 x 3")
+FIRST = ("3 x 3",)
 # The kernels of the calls that benchmarks time, by family and pass.
 _FORWARD, _BOTH = "forward", "forward+backward"
 _CHAINS = [("gated", "gated_kernel")]
@@ -198,7 +200,7 @@ TIMED = {
     ],
     ("depthwise", _BOTH): [
         ("depthwise_planes", "planes_kernel"), ("depthwise_strips", "strips_kernel"),
-        ("depthwise_weight", "weight_kernel"),
+        ("depthwise_weight", "weight_kernel"), ("depthwise_weight_planes", "planes_weight_kernel"),
     ],
     ("few_bit", _FORWARD): [("few_bit", "forward_kernel")],
     ("few_bit", "backward"): [("few_bit", "backward_kernel")],

@@ -31,6 +31,10 @@ bool depthwise_planes(const DepthwiseSums& call, void* stream);
 
 void depthwise_weight(const DepthwiseBackward& call, void* stream);
 
+// The same for planes and these kernels; the shares are 0 where there is none for the call.
+bool depthwise_weight_planes(const DepthwiseBackward& call, void* stream);
+int64_t depthwise_planes_shares(const DepthwiseBackward& call);
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -318,6 +322,12 @@ inline bool is_small(const Depthwise& call) {
             (call.kernel[d] - 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&
             call.out[d] * call.stride[d] < kMost;
   return small;
+}
+
+// Whether it goes over planes with one slice of a kernel, and each position sees some.
+inline bool is_flat(const Depthwise& call) {
+  return !call.last && call.kernel[0] == 1 && call.stride[0] == 1 && call.pad[0] == 0 &&
+         call.in[0] == call.out[0] && call.inputs() * call.outputs() > 0;
 }
 
 }  // namespace

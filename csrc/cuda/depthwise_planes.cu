@@ -117,11 +117,7 @@ void run(const DepthwiseSums& call, void* stream) {
 }  // namespace
 
 bool depthwise_planes(const DepthwiseSums& call, void* stream) {
-  // One slice of the kernel and one filter, and a row to read where there is none.
-  if (call.last || call.inputs() * call.outputs() == 0 || call.kernel[0] != 1 ||
-      call.stride[0] != 1 || call.pad[0] != 0 || call.in[0] != call.out[0] ||
-      (call.backward && call.multiplier != 1))
-    return false;
+  if (!is_flat(call) || (call.backward && call.multiplier != 1)) return false;
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     if constexpr (sizeof(S) < 8) {
