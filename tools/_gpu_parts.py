@@ -37,6 +37,7 @@ depthwise depthwise_kernels every_case[cuda-5 x 5, stride 3, dilation 2-contiguo
 depthwise depthwise_kernels every_case[cuda-2 x 2-channels_last]
 depthwise_planes depthwise_kernels every_case[cuda-7 x 7, stride 2, odd padding-contiguous]
 depthwise_strips depthwise_kernels every_case[cuda-5 x 5, stride 2-channels_last]
+depthwise_tiles depthwise_kernels several_blocks[cuda-many tiles-channels_last]
 depthwise_weight depthwise_kernels every_case[cuda-3 x 5-channels_last]
 depthwise_weight_planes depthwise_kernels every_case[cuda-3 x 3 of planes of 7-contiguous]
 fold fold_kernels shapes[cuda-2d]

@@ -67,10 +67,10 @@ STREAMS = {
         r"Planes<\d, 1, ", 1, 1, variants=tuple((f"{k} x {k}", f"Planes<{k}, ") for k in _SIZES)
     ),
     ("depthwise_strips", "strips_kernel"): Stream(
-        r", true, [357], 1, ",
-        1,
-        1,
-        variants=tuple((f"{k} x {k}", f", {k}, 1, ") for k in _SIZES),
+        r", true, 3, 1, ", 1, 1, variants=(("3 x 3", ""),)
+    ),
+    ("depthwise_tiles", "tiles_kernel"): Stream(
+        "", 1, 1, variants=tuple((f"{k} x {k}", f", {k}>") for k in (5, 7))
     ),
     ("depthwise_weight", "weight_kernel"): Stream(
         r", int, Shape<true, [357], 1>",
@@ -150,12 +150,12 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
     (*_POOL_BACKWARD, "Windows<3, 1, "): {"moved": 4.5 / 2, "turns": 0},
 }
 # The way with the most sums. As many bytes are read as are written; loops over a kernel's columns
-# write none. Those of 3 are unrolled, but for one.
+# write none.
 _SUMS = {"moved": 2, "by": "[FD]FMA"}
-ROUTES["depthwise_planes", "", ""] = _SUMS
-for _k in _SIZES:
-    ROUTES["depthwise_strips", "", rf", true, {_k}, 1, true"] = {**_SUMS, "silent": _k}
-    ROUTES["depthwise_strips", "", rf", {_k}, 1, "] = {**_SUMS, "silent": _k if _k > 3 else 1}
+ROUTES["depthwise_planes", "", ""] = ROUTES["depthwise_strips", "", "false>"] = _SUMS
+ROUTES["depthwise_strips", "", "true>"] = {**_SUMS, "silent": 3}
+for _k in (5, 7):
+    ROUTES["depthwise_tiles", "", f", {_k}>"] = {**_SUMS, "silent": _k}
 # A turn of the weight's gradient goes over a strip or a tile of gradients and of as many inputs; in
 # channels_last the threads of all columns of a kernel do.
 for _k, _rows, _tile in ((3, 4, 32), (5, 2, 32), (7, 2, 16)):
@@ -171,7 +171,7 @@ for _k, _rows, _tile in ((3, 4, 32), (5, 2, 32), (7, 2, 16)):
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
     ("depthwise_planes", "", "Planes<5"): (70, "(25 sums an output, and a third of the loads)"),
     ("depthwise_planes", "", "Planes<7"): (40, "(49 sums an output are 80 % by themselves)"),
-    ("depthwise_strips", "", ""): (25, "(issue 56)"),
+    ("depthwise_tiles", "", ", 7>"): (50, "(49 sums an output are 80 % by themselves)"),
     ("depthwise_weight", "", ""): (20, "(issue 56)"),
     ("depthwise_weight_planes", "", "<[57], "): (38, "(25 or 49 sums a gradient)"),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (

@@ -29,6 +29,9 @@ bool depthwise_strips(const DepthwiseSums& call, void* stream);
 // The same for planes and kernels of 3, 5 or 7 squared with a stride of 1 or 2.
 bool depthwise_planes(const DepthwiseSums& call, void* stream);
 
+// The same for wide channels_last and kernels of 5 or 7 squared with a stride of 1.
+bool depthwise_tiles(const DepthwiseSums& call, void* stream);
+
 void depthwise_weight(const DepthwiseBackward& call, void* stream);
 
 // The same for planes and these kernels; the shares are 0 where there is none for the call.
@@ -206,7 +209,8 @@ __device__ __forceinline__ bool within(I place, I size) {
 }
 
 // Weights as a thread reads them: its channel's, or (wide) those of a block's channels, laid out in
-// shared memory as taps x channels. All threads of a block must make one.
+// shared memory as taps x channels, with a vector between two taps: they are in different banks.
+// All threads of a block must make one.
 template <class S, bool kWide, class I>
 struct Weights {
   using V = Vec<S, kWide>;
@@ -218,8 +222,9 @@ struct Weights {
       FT_DYNAMIC_SHARED(memory);
       S* const laid = reinterpret_cast<S*>(memory);
       const I first = group * w.lanes * V::kLanes;
-      step = w.lanes * V::kLanes;
-      const I left = w.channels - first, channels = left < step ? left : step;
+      step = (w.lanes + 1) * V::kLanes;
+      const I left = w.channels - first, most = w.lanes * V::kLanes;
+      const I channels = left < most ? left : most;
       const S* const from = static_cast<const S*>(w.weight) + first * w.taps;
       for (I i = threadIdx.x; i < channels * w.taps; i += kThreads) {
         I channel = i;
@@ -282,8 +287,8 @@ int64_t wide_lanes(const DepthwiseSums& call) {
   const bool fits = call.last && call.multiplier == 1 && call.channels % Vec<S>::kLanes == 0 &&
                     aligned(static_cast<const char*>(call.from), static_cast<char*>(call.to));
   // equal (times two): the speed alone changes
-  const int64_t room = kShared / (kBytes * call.taps());
-  if (!fits || room == 0) return 0;
+  const int64_t room = kShared / (kBytes * call.taps()) - 1;
+  if (!fits || room < 1) return 0;
   const int64_t vectors = call.channels / Vec<S>::kLanes;
   return ceil_div(vectors, ceil_div(vectors, room < kMost ? room : kMost));
 }
@@ -306,7 +311,7 @@ void launch_wide(void (*kernel)(Walk<I>), Tile tile, int64_t lanes, const Depthw
   w.groups = I(ceil_div(w.vectors, lanes));
   // equal (times two): blocks beyond the last group do nothing
   launch(kernel, ceil_div(w.count, kThreads / lanes) * w.groups, kThreads, stream,
-         size_t(16 * lanes * call.taps()), w);
+         size_t(16 * (lanes + 1) * call.taps()), w);
 }
 
 // Whether positions, also those that lie in the padding, fit into 32 bits.
@@ -324,9 +329,9 @@ inline bool is_small(const Depthwise& call) {
   return small;
 }
 
-// Whether it goes over planes with one slice of a kernel, and each position sees some.
+// Whether a kernel has one slice, of which each image has one, too, and neither is empty.
 inline bool is_flat(const Depthwise& call) {
-  return !call.last && call.kernel[0] == 1 && call.stride[0] == 1 && call.pad[0] == 0 &&
+  return call.kernel[0] == 1 && call.stride[0] == 1 && call.pad[0] == 0 &&
          call.in[0] == call.out[0] && call.inputs() * call.outputs() > 0;
 }
 

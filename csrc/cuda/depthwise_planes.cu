@@ -117,7 +117,7 @@ void run(const DepthwiseSums& call, void* stream) {
 }  // namespace
 
 bool depthwise_planes(const DepthwiseSums& call, void* stream) {
-  if (!is_flat(call) || (call.backward && call.multiplier != 1)) return false;
+  if (call.last || !is_flat(call) || (call.backward && call.multiplier != 1)) return false;
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     if constexpr (sizeof(S) < 8) {

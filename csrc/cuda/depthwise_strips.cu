@@ -112,12 +112,14 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks) strips_kernel(const Wal
 template <class S, int kTaps, int kStride, bool kBackward>
 void run_pass(const DepthwiseSums& call, void* stream) {
   constexpr Tile kWideTile = {kRows<true, kTaps, kStride, kBackward>, 1};
-  if (const int64_t lanes = wide_lanes<S>(call); lanes > 0)
-    launch_wide<S>(&strips_kernel<S, true, kTaps, kStride, kBackward>, kWideTile, lanes, call,
-                   stream);
-  else if (!kKnown<kTaps> || !depthwise_planes(call, stream))
-    launch_narrow(&strips_kernel < S, false, kKnown<kTaps> ? kTaps : 8, kStride, kBackward >,
-                  Tile{8, 1}, call, stream);
+  const int64_t lanes = wide_lanes<S>(call);
+  if (kKnown<kTaps> && (lanes > 0 ? depthwise_tiles(call, stream) : depthwise_planes(call, stream)))
+    return;
+  if (lanes > 0)
+    return launch_wide<S>(&strips_kernel<S, true, kTaps, kStride, kBackward>, kWideTile, lanes,
+                          call, stream);
+  constexpr int kNarrow = kKnown<kTaps> ? kTaps : 8;
+  launch_narrow(&strips_kernel<S, false, kNarrow, kStride, kBackward>, Tile{8, 1}, call, stream);
 }
 
 template <class S, int kTaps, int kStride>

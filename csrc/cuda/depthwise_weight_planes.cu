@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
 template <class F>
 bool with_planes(const DepthwiseBackward& call, const F& f) {
   const int64_t size = call.kernel[1], stride = call.stride[1];
-  if (call.grad_weight == nullptr || !is_small(call) || !is_flat(call) ||
+  if (call.grad_weight == nullptr || call.last || !is_small(call) || !is_flat(call) ||
       call.dtype == Dtype::kFloat64 || call.kernel[2] != size || call.stride[2] != stride ||
       stride > 2 || (size != 3 && size != 5 && size != 7) || call.dilation[1] != 1 ||
       call.dilation[2] != 1 || call.samples == 0)

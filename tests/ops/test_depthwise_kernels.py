@@ -99,6 +99,7 @@ CASES = {
 LARGE = {
     "many groups": square((9, 2, 40, 33), 3),
     "many groups of 7 x 7": square((3, 24, 24, 40), 7, 2),
+    "many tiles": square((2, 72, 17, 40), 5),
     "long rows": square((2, 3, 3000), 9),
     "many channels": square((2, 600, 5, 4), 5),
     "many channels, odd": square((2, 301, 6, 5), 3, 2),
@@ -282,7 +283,9 @@ def test_blocks_of_channels(ops: Kernels, channels: int, multiplier: int) -> Non
 
 
 @LAYOUTS
-@pytest.mark.parametrize("name", ["3 x 3", "7 x 7, stride 2, odd padding", "9 x 9", "2 x 2"])
+@pytest.mark.parametrize(
+    "name", ["3 x 3", "7 x 7", "7 x 7, stride 2, odd padding", "9 x 9", "2 x 2"]
+)
 def test_infinities_reach_what_sees_them(ops: Kernels, name: str, last: bool) -> None:
     """And nothing else: strips and blocks go beyond the tensors, where they must not compute."""
     call = Call(CASES[name], torch.float32, last)
