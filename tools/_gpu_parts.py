@@ -40,6 +40,7 @@ depthwise_strips depthwise_kernels every_case[cuda-5 x 5, stride 2-channels_last
 depthwise_tiles depthwise_kernels several_blocks[cuda-many tiles-channels_last]
 depthwise_weight depthwise_kernels every_case[cuda-3 x 5-channels_last]
 depthwise_weight_planes depthwise_kernels every_case[cuda-3 x 3 of planes of 7-contiguous]
+depthwise_weight_tiles depthwise_kernels several_blocks[cuda-many tiles-channels_last]
 fold fold_kernels shapes[cuda-2d]
 images image_kernels layouts[cuda-odd-torch.bfloat16]
 optimizers optimizer_gpu_kernels units[cuda-offset]

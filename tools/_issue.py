@@ -191,12 +191,13 @@ def route(
         ends = {k for k, to in flow.back if to == header}
         loop = _busiest(flow, header, ends, [k for k in flow.order if k in body])
         if loop is None or not loop.bytes:
-            if turn and loop is not None and (sums is None or loop.chosen >= sums.chosen):
-                sums = Route(loop.instructions, turn, loop.chosen)
-            elif loop is not None and loop.chosen and not body & known:
-                known |= body
-                flow.cost[header] += (silent - 1) * loop.instructions
-                flow.chosen[header] += (silent - 1) * loop.chosen
+            if loop is not None and loop.chosen:
+                if silent > 1 and not body & known:
+                    known |= body
+                    flow.cost[header] += (silent - 1) * loop.instructions
+                    flow.chosen[header] += (silent - 1) * loop.chosen
+                elif turn and (sums is None or loop.chosen >= sums.chosen):
+                    sums = Route(loop.instructions, turn, loop.chosen)
             continue
         if best is None or (loop.bytes, -loop.instructions) > (best.bytes, -best.instructions):
             best, lead = loop, before[header] / fewest if fewest else 0.0

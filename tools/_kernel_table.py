@@ -73,10 +73,10 @@ STREAMS = {
         "", 1, 1, variants=tuple((f"{k} x {k}", f", {k}>") for k in (5, 7))
     ),
     ("depthwise_weight", "weight_kernel"): Stream(
-        r", int, Shape<true, [357], 1>",
-        1,
-        1,
-        variants=tuple((f"{k} x {k}", f"Shape<true, {k}, 1>") for k in _SIZES),
+        r", int, Shape<true, 3, 1>", 1, 1, variants=(("3 x 3", ""),)
+    ),
+    ("depthwise_weight_tiles", "tiles_weight_kernel"): Stream(
+        "", 1, 1, variants=tuple((f"{k} x {k}", f", {k}>") for k in (5, 7))
     ),
     ("depthwise_weight_planes", "planes_weight_kernel"): Stream(
         r"WeightPlanes<\d, 1>",
@@ -104,6 +104,7 @@ SMALL = {
     ("depthwise", "any_kernel"): "kernels of unusual sizes: right rather than fast",
     ("depthwise_weight", "add_shares_kernel"): _SHARES,
     ("depthwise_weight_planes", "add_shares_kernel"): _SHARES,
+    ("depthwise_weight_tiles", "add_shares_kernel"): _SHARES,
     ("optimizers", "add_kernel"): _SHARES,
     ("optimizers", "prepare_kernel"): "one row a tensor",
     ("optimizers", "finish_kernel"): "one row a tensor",
@@ -115,6 +116,7 @@ _MOSTLY_WRITES = "(a byte is read for two or four written: a third of the bytes 
 _WRITES = "(a quarter of the bytes is read: of 20 KB in flight a quarter is enough)"
 _ELEMENTS = "(contiguous tensors: windows begin at any element, so elements are loaded one by one)"
 _TRIAL = "(the states of RMSpropTF; trial updates are those of LARS, LAMB and caution alone)"
+_MANY = "(the 49 sums of an output are 80 % by themselves)"
 _WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
@@ -152,28 +154,31 @@ ROUTES: dict[tuple[str, str, str], dict[str, Any]] = {
 # The way with the most sums. As many bytes are read as are written; loops over a kernel's columns
 # write none.
 _SUMS = {"moved": 2, "by": "[FD]FMA"}
+_LAID = "FFMA|STS"  # and all that lays a tile out
 ROUTES["depthwise_planes", "", ""] = ROUTES["depthwise_strips", "", "false>"] = _SUMS
 ROUTES["depthwise_strips", "", "true>"] = {**_SUMS, "silent": 3}
 for _k in (5, 7):
-    ROUTES["depthwise_tiles", "", f", {_k}>"] = {**_SUMS, "silent": _k}
+    ROUTES["depthwise_tiles", "", f", {_k}>"] = {"moved": 2, "by": _LAID, "silent": _k}
 # A turn of the weight's gradient goes over a strip or a tile of gradients and of as many inputs; in
 # channels_last the threads of all columns of a kernel do.
-for _k, _rows, _tile in ((3, 4, 32), (5, 2, 32), (7, 2, 16)):
-    ROUTES["depthwise_weight", "", rf"Shape<true, {_k}, 1"] = {
-        "by": "FFMA", "turn": 2 * 16 * _rows / _k,
-    }  # fmt: skip
-    for _dtype, _bytes in (("float", 4), ("__half", 2), ("__nv_bfloat16", 2)):
+ROUTES["depthwise_weight", "", "Shape<true, 3, 1"] = {"by": "FFMA", "turn": 2 * 16 * 4 / 3}
+for _dtype, _bytes in (("float", 4), ("__half", 2), ("__nv_bfloat16", 2)):
+    for _k, _tile in ((3, 32), (5, 32), (7, 16)):
         ROUTES["depthwise_weight_planes", "", rf"<{_dtype}, WeightPlanes<{_k}, 1"] = {
             "by": "FFMA", "turn": 2 * _bytes * _tile,
+        }  # fmt: skip
+        ROUTES["depthwise_weight_tiles", "", rf"<{_dtype}, WeightTiles<{_dtype}, {_k}>"] = {
+            "by": _LAID, "turn": 8 * 8 * 32 * 4 * _bytes / (32 * _k), "silent": 4,
         }  # fmt: skip
 # Less of a copy than FAST of occupancy.py asks for: (source, begin of the kernel, pattern):
 # (percent of a copy at least, why).
 SLOW: dict[tuple[str, str, str], tuple[float, str]] = {
     ("depthwise_planes", "", "Planes<5"): (70, "(25 sums an output, and a third of the loads)"),
-    ("depthwise_planes", "", "Planes<7"): (40, "(49 sums an output are 80 % by themselves)"),
-    ("depthwise_tiles", "", ", 7>"): (50, "(49 sums an output are 80 % by themselves)"),
-    ("depthwise_weight", "", ""): (20, "(issue 56)"),
-    ("depthwise_weight_planes", "", "<[57], "): (38, "(25 or 49 sums a gradient)"),
+    ("depthwise_planes", "", "Planes<7"): (40, _MANY),
+    ("depthwise_tiles", "", ", 7>"): (50, _MANY),
+    ("depthwise_weight_planes", "", "<7, "): (40, _MANY),
+    ("depthwise_weight_tiles", "", ", 5>"): (60, "(25 sums a gradient)"),
+    ("depthwise_weight_tiles", "", ", 7>"): (40, _MANY),
     ("pool_backward", "", r"Windows<3, 1, 1>, \w+, false"): (
         55, "(stride 1 in planes: nine windows an input, each with a code of its own)",
     ),

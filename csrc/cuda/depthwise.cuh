@@ -34,9 +34,11 @@ bool depthwise_tiles(const DepthwiseSums& call, void* stream);
 
 void depthwise_weight(const DepthwiseBackward& call, void* stream);
 
-// The same for planes and these kernels; the shares are 0 where there is none for the call.
+// The same for planes, and for channels_last as above; no shares where there is none for the call.
 bool depthwise_weight_planes(const DepthwiseBackward& call, void* stream);
+bool depthwise_weight_tiles(const DepthwiseBackward& call, void* stream);
 int64_t depthwise_planes_shares(const DepthwiseBackward& call);
+int64_t depthwise_tiles_shares(const DepthwiseBackward& call);
 
 namespace {
 

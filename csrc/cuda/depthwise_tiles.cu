@@ -3,7 +3,7 @@
 //
 // A thread has a column of the tile and four channels. With a stride of 1 the gradient of the input
 // is a forward with the kernel turned around.
-#include "depthwise.cuh"
+#include "depthwise_tile.cuh"
 
 namespace fusedtrain {
 namespace cuda {
@@ -11,14 +11,11 @@ namespace {
 
 template <class S, int kTaps_>
 struct Tiles {
-  static constexpr int kTaps = kTaps_, kQuad = 4, kBytes = 128;  // of the channels of a position
-  static constexpr int kChannels = kBytes / int(sizeof(S)), kQuads = kChannels / kQuad;
-  static constexpr int kVectors = kBytes / 16;
-  static constexpr int kRows = 8, kColumns = 8;
+  static constexpr int kTaps = kTaps_, kRows = 8, kColumns = 8;
   static constexpr int kSourceRows = kRows + kTaps - 1, kSourceColumns = kColumns + kTaps - 1;
-  static constexpr int kThreads = kQuads * kColumns;
+  static constexpr int kThreads = kQuads<S> * kColumns;
   // Neighbouring taps are a multiple of 16 bytes apart, of few banks.
-  static constexpr int kPitch = kChannels + kQuad;
+  static constexpr int kPitch = kPositionChannels<S> + kQuad;
 };
 
 struct TileWalk {
@@ -32,24 +29,18 @@ struct TileWalk {
   void* target;
 };
 
-template <class T, int kCount>
-struct alignas(kCount * sizeof(T)) Several {
-  T lane[kCount];
-};
-
 // Block b has channels b % parts, and every groups-th tile from b / parts on.
 template <class S, class P>
 __global__ void __launch_bounds__(P::kThreads, 512 / P::kThreads) tiles_kernel(const TileWalk w) {
   using T = typename Compute<S>::T;
-  using Quad = Several<S, P::kQuad>;
   constexpr int kTaps = P::kTaps;
-  __shared__ uint4 tile[P::kSourceRows * P::kSourceColumns * P::kVectors];
-  __shared__ Several<T, P::kQuad> weights[kTaps * kTaps * P::kPitch / P::kQuad];
+  __shared__ uint4 tile[P::kSourceRows * P::kSourceColumns * kPositionVectors];
+  __shared__ Quad<T> weights[kTaps * kTaps * P::kPitch / kQuad];
 
   const int32_t part = int32_t(blockIdx.x) % w.parts, group = int32_t(blockIdx.x) / w.parts;
-  const int32_t first_channel = part * P::kChannels;
+  const int32_t first_channel = part * kPositionChannels<S>;
   const int32_t left = w.channels - first_channel;
-  const int32_t channels = left < P::kChannels ? left : P::kChannels;
+  const int32_t channels = left < kPositionChannels<S> ? left : kPositionChannels<S>;
   const S* const of_part = static_cast<const S*>(w.weight) + first_channel * (kTaps * kTaps);
   for (int32_t i = threadIdx.x; i < channels * (kTaps * kTaps); i += P::kThreads) {
     const int32_t channel = i / (kTaps * kTaps), k = i - channel * (kTaps * kTaps);
@@ -57,11 +48,11 @@ __global__ void __launch_bounds__(P::kThreads, 512 / P::kThreads) tiles_kernel(c
     reinterpret_cast<T*>(weights)[tap * P::kPitch + channel] = load_one(of_part[i]);
   }
 
-  const int quad = threadIdx.x % P::kQuads, column = threadIdx.x / P::kQuads;
-  const int32_t channel = first_channel + quad * P::kQuad;
-  T bias[P::kQuad];
+  const int quad = threadIdx.x % kQuads<S>, column = threadIdx.x / kQuads<S>;
+  const int32_t channel = first_channel + quad * kQuad;
+  T bias[kQuad];
 #pragma unroll
-  for (int l = 0; l < P::kQuad; ++l)
+  for (int l = 0; l < kQuad; ++l)
     bias[l] = w.bias != nullptr && channel < w.channels
                   ? load_one(static_cast<const S*>(w.bias)[channel + l])
                   : T(0);
@@ -73,62 +64,48 @@ __global__ void __launch_bounds__(P::kThreads, 512 / P::kThreads) tiles_kernel(c
     const int32_t from_row = to_row - w.pad[0], from_column = to_column - w.pad[1];
     const S* const source = static_cast<const S*>(w.source) +
                             sample * w.from[0] * w.from[1] * w.channels + first_channel;
-    const int vector = threadIdx.x % P::kVectors;
     __syncthreads();  // the tile before, and the weights
-    // Threads go down the columns of the tile, a vector of channels each.
-    for (int c = threadIdx.x / P::kVectors; c < P::kSourceColumns; c += P::kThreads / P::kVectors) {
-      const int32_t x = from_column + c, pitch = w.from[1] * w.channels;
-      const bool exists = vector * 16 < channels * int(sizeof(S)) && within(x, w.from[1]);
-      const S* from = source + from_row * pitch + x * w.channels + vector * (16 / int(sizeof(S)));
-#pragma unroll
-      for (int row = 0; row < P::kSourceRows; ++row, from += pitch) {
-        uint4 bits = {};
-        if (exists && within(from_row + row, w.from[0]))
-          bits = *reinterpret_cast<const uint4*>(from);
-        tile[(row * P::kSourceColumns + c) * P::kVectors + vector] = bits;
-      }
-    }
+    load_tile<P::kSourceRows, P::kSourceColumns, P::kThreads>(tile, source, from_row, from_column,
+                                                              w.from, w.channels, channels);
     __syncthreads();
     if (channel >= w.channels || to_column + column >= w.to[1]) continue;
 
-    T sum[P::kRows][P::kQuad];
+    T sum[P::kRows][kQuad];
 #pragma unroll
     for (int p = 0; p < P::kRows; ++p)
 #pragma unroll
-      for (int l = 0; l < P::kQuad; ++l) sum[p][l] = bias[l];
-    const Quad* values = reinterpret_cast<const Quad*>(tile) + column * P::kQuads + quad;
+      for (int l = 0; l < kQuad; ++l) sum[p][l] = bias[l];
+    const Quad<S>* values = reinterpret_cast<const Quad<S>*>(tile) + column * kQuads<S> + quad;
     const auto* taps = weights + quad;
 #pragma unroll 1
     for (int x = 0; x < kTaps; ++x) {
-      Several<T, P::kQuad> weight[kTaps];
+      Quad<T> weight[kTaps];
 #pragma unroll
-      for (int k = 0; k < kTaps; ++k) weight[k] = taps[k * kTaps * (P::kPitch / P::kQuad)];
+      for (int k = 0; k < kTaps; ++k) weight[k] = taps[k * kTaps * (P::kPitch / kQuad)];
 #pragma unroll
       for (int q = 0; q < P::kSourceRows; ++q) {
-        const Quad packed = values[q * P::kSourceColumns * P::kQuads];
-        T value[P::kQuad];
+        const Quad<S> packed = values[q * P::kSourceColumns * kQuads<S>];
+        T value[kQuad];
         unpack<S>(packed.lane, value);
 #pragma unroll
         for (int p = 0; p < P::kRows; ++p) {
           if (q < p || q - p >= kTaps) continue;
 #pragma unroll
-          for (int l = 0; l < P::kQuad; ++l) sum[p][l] += weight[q - p].lane[l] * value[l];
+          for (int l = 0; l < kQuad; ++l) sum[p][l] += weight[q - p].lane[l] * value[l];
         }
       }
-      values += P::kQuads;
-      taps += P::kPitch / P::kQuad;
+      values += kQuads<S>;
+      taps += P::kPitch / kQuad;
     }
     S* out = static_cast<S*>(w.target) +
              ((sample * w.to[0] + to_row) * w.to[1] + to_column + column) * w.channels + channel;
 #pragma unroll
     for (int p = 0; p < P::kRows; ++p, out += w.to[1] * w.channels) {
       if (to_row + p >= w.to[0]) continue;
-      Quad rounded;
+      Quad<S> rounded;
 #pragma unroll
-      for (int l = 0; l < P::kQuad; ++l) rounded.lane[l] = store_one<S>(sum[p][l]);
-      std::conditional_t<sizeof(S) == 2, uint2, uint4> bits;  // a struct is stored in parts
-      __builtin_memcpy(&bits, &rounded, sizeof bits);
-      *reinterpret_cast<decltype(bits)*>(out) = bits;
+      for (int l = 0; l < kQuad; ++l) rounded.lane[l] = store_one<S>(sum[p][l]);
+      rounded.store(out);
     }
   }
 }
@@ -144,7 +121,7 @@ void run(const DepthwiseSums& call, void* stream) {
     w.pad[d] = int32_t(call.backward ? kTaps - 1 - call.pad[d + 1] : call.pad[d + 1]);
   }
   const int64_t rows = ceil_div(w.to[0], P::kRows), columns = ceil_div(w.to[1], P::kColumns);
-  w.parts = int32_t(ceil_div(w.channels, P::kChannels));
+  w.parts = int32_t(ceil_div(w.channels, kPositionChannels<S>));
   w.tiles = int32_t(call.samples * call.in[0] * rows * columns);
   // As many blocks as are resident, twice: each lays its weights out once.
   const int64_t groups = ceil_div(int64_t(multiprocessors()) * 8, w.parts);

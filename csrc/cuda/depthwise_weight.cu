@@ -273,6 +273,7 @@ int64_t depthwise_shares(const DepthwiseBackward& call) {
   // equal (never): the workspace only gets larger
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return count;
   if ((count = depthwise_planes_shares(call)) > 0) return count;
+  if ((count = depthwise_tiles_shares(call)) > 0) return count;
   with_kernel(call, [&](auto stored, auto index, auto shape) {
     using Walk = WeightWalk<decltype(index)>;
     const Walk w = Walk::template make<decltype(stored)>(call, shape);
@@ -282,7 +283,7 @@ int64_t depthwise_shares(const DepthwiseBackward& call) {
 }
 
 void depthwise_weight(const DepthwiseBackward& call, void* stream) {
-  if (depthwise_weight_planes(call, stream)) return;
+  if (depthwise_weight_planes(call, stream) || depthwise_weight_tiles(call, stream)) return;
   with_kernel(call, [&](auto stored, auto index, auto shape) {
     using S = decltype(stored);
     using Walk = WeightWalk<decltype(index)>;
