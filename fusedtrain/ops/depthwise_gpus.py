@@ -1,4 +1,4 @@
-"""Which of torch's depthwise kernels and ours a GPU runs: by benchmarks of both, in one row each.
+"""Rules of GPUs that choose torch's depthwise kernels or ours: benchmark rows have both.
 
 depthwise_gpus.json is made of the results of `make gpu` by tools/depthwise_gpus.py. A device
 without rows has torch's kernels, as does a call that no row is like.
@@ -18,7 +18,7 @@ import torch
 from .depthwise_autograd import Faster
 
 FILE = Path(__file__).with_suffix(".json")
-# By kind of call and pass, and outputs of a channel: torch's time by ours.
+# Torch's time by ours: for a kind of call and pass, and outputs of a channel.
 Rows = dict[str, dict[int, float]]
 _LIKE = 4  # times more or fewer outputs
 _FORWARD, _BACKWARD, _BOTH = "forward", "backward", "forward+backward"
@@ -29,7 +29,7 @@ def _kind(window: str, dtype: str, layout: str, part: str) -> str:
 
 
 def rows_of(entries: Iterable[Mapping[str, Any]]) -> dict[str, Rows]:
-    """By device, of the entries of benchmarks/results/*.json; "2-d 3/1" is a 3 x 3 of stride 1."""
+    """Rows of each device, of the entries of a file of results; "2-d 3/1": 3 x 3, stride 1."""
     devices: dict[str, Rows] = {}
     for entry in entries:
         row = entry["extra_info"]
