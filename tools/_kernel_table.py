@@ -42,8 +42,10 @@ STREAMS = {
     ("batch_norm_restore", "restore_kernel"): Stream(_WIDE, 1, 1),
     ("gated", "gated_kernel"): Stream(_WIDE, 2, 2),
     ("gated", "gated_backward_kernel"): Stream(_WIDE, 3, 3),
-    ("row_norm", "rows_forward_kernel"): Stream(_WIDE, 1, 2, "most: with a residual"),
-    ("row_norm", "rows_backward_kernel"): Stream(_WIDE, 2, 3, "most: with a gradient of the sum"),
+    ("row_norm", "rows_forward_kernel"): Stream(r", true, \d+>\(", 1, 2, "most: with a residual"),
+    ("row_norm", "rows_backward_kernel"): Stream(
+        r", true, \d+>\(", 2, 3, "most: with a gradient of the sum"
+    ),
     ("scale_add", "planes_kernel"): Stream(_WIDE, 1, 1),
     ("scale_add", "columns_kernel"): Stream(_WIDE, 1, 1),
     ("bias_act", "planes_kernel"): Stream(_WIDE, 1, 1),
@@ -116,12 +118,15 @@ _MOSTLY_WRITES = "(a byte is read for two or four written: a third of the bytes 
 _WRITES = "(a quarter of the bytes is read: of 20 KB in flight a quarter is enough)"
 _ELEMENTS = "(contiguous tensors: windows begin at any element, so elements are loaded one by one)"
 _TRIAL = "(the states of RMSpropTF; trial updates are those of LARS, LAMB and caution alone)"
+_ROWS = "(more than 4,096 elements in 16 bits: shorter rows have three times the threads)"
 _MANY = "(the 49 sums of an output are 80 % by themselves)"
 _WEIGHTS = "(a weight is a hundredth of its layer's tensors)"
 EXCEPTIONS: dict[tuple[str, str, str], tuple[float, str]] = {
     ("optimizer_update", "trial_kernel", ""): (24, _TRIAL),
     ("pool", "max_pool2d_kernel", ", false>"): (8, _ELEMENTS),
     ("pool_backward", "max_pool2d_tiles_kernel", ""): (6, _WRITES),
+    ("row_norm", "rows_forward_kernel", ""): (8, _ROWS),
+    ("row_norm", "rows_backward_kernel", ""): (8, _ROWS),
     ("images", "to_last_kernel", ""): (8, _MOSTLY_WRITES),
     ("fold", "fold_backward_kernel", ""): (6, _WEIGHTS),
 }

@@ -19,9 +19,10 @@ struct alignas(kQuad * sizeof(T)) Quad {
 
   // One access: a struct is stored in parts.
   __device__ __forceinline__ void store(T* to) const {
-    std::conditional_t<sizeof(T) == 2, uint2, uint4> bits;
+    using Bits = std::conditional_t<sizeof(T) == 2, uint2, uint4>;
+    Bits bits;
     __builtin_memcpy(&bits, lane, sizeof bits);
-    *reinterpret_cast<decltype(bits)*>(to) = bits;
+    *reinterpret_cast<Bits*>(to) = bits;
   }
 };
 

@@ -51,6 +51,7 @@ CASES = {
     "7 x 7, stride 2, odd padding": square((2, 3, 9, 15), 7, 2, 1),
     "7 x 7 of planes of 3": square((2, 24, 3, 3), 7),
     "wide padding": square((1, 8, 4, 5), 3, 1, 4),
+    "wide padding, 5 x 5": square((1, 16, 4, 5), 5, 1, 6),
     "wide padding, stride 2": square((1, 8, 4, 5), 3, 2, 5),
     "one pixel": square((3, 17, 1, 1), 3),
     "multiplier 2": square((2, 3, 8, 7), 3, multiplier=2),
