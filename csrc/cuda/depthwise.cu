@@ -88,6 +88,7 @@ void compute(const DepthwiseForward& call, void* stream) {
 }
 
 void compute(const DepthwiseBackward& call, void* stream) {
+  // equal (always): without either nothing is written
   if (call.grad_weight != nullptr || call.grad_bias != nullptr) depthwise_weight(call, stream);
   if (call.grad_input == nullptr || call.samples * call.channels * call.inputs() == 0) return;
   run({call, true, call.grad, call.weight, nullptr, call.grad_input}, stream);

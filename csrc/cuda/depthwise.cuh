@@ -327,12 +327,14 @@ inline bool is_small(const Depthwise& call) {
     small = small && call.stride[d] < kMost && call.dilation[d] < kMost &&
             // equal (+ for -, times two): the speed alone changes
             (call.kernel[d] - 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&
+            // equal (times two, <= for <): the speed alone changes
             call.out[d] * call.stride[d] < kMost;
   return small;
 }
 
 // Whether a kernel has one slice, of which each image has one, too, and neither is empty.
 inline bool is_flat(const Depthwise& call) {
+  // equal (one more #2): a stride of 2 has the same outputs, and strips the others
   return call.kernel[0] == 1 && call.stride[0] == 1 && call.pad[0] == 0 &&
          call.in[0] == call.out[0] && call.inputs() * call.outputs() > 0;
 }

@@ -50,12 +50,14 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks) planes_kernel(const Wal
   // Rows outside are loaded from the nearest one, and left out of the sums: so loads depend on the
   // conditions of columns alone.
   const I last_row = w.from[1] - 1;
+  // equal (<= for <): the same row
   const I begin = first_row < 0 ? 0 : (first_row < last_row ? first_row : last_row);
   const Volume<const S, I> from(static_cast<const S*>(w.source), false, to.sample, w.from_channels,
                                 w.by_multiplier.quotient(to.channel), w.from);
   const S* line = from.at(to.depth, begin, first_column);
   S rows[P::kAhead][Columns::kSources];
   const auto load_row = [&](int q) {
+    // equal (> for >=): nobody reads the row
     if (q >= Rows::kSources) return;
 #pragma unroll
     for (int c = 0; c < Columns::kSources; ++c)

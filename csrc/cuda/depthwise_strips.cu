@@ -113,6 +113,7 @@ template <class S, int kTaps, int kStride, bool kBackward>
 void run_pass(const DepthwiseSums& call, void* stream) {
   constexpr Tile kWideTile = {kRows<true, kTaps, kStride, kBackward>, 1};
   const int64_t lanes = wide_lanes<S>(call);
+  // equal (never): the speed alone changes
   if (kKnown<kTaps> && (lanes > 0 ? depthwise_tiles(call, stream) : depthwise_planes(call, stream)))
     return;
   if (lanes > 0)

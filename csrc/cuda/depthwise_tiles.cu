@@ -48,6 +48,7 @@ __global__ void __launch_bounds__(P::kThreads, 512 / P::kThreads) tiles_kernel(c
     reinterpret_cast<T*>(weights)[tap * P::kPitch + channel] = load_one(of_part[i]);
   }
 
+  // equal (the next thread #1): quads only change places
   const int quad = threadIdx.x % kQuads<S>, column = threadIdx.x / kQuads<S>;
   const int32_t channel = first_channel + quad * kQuad;
   T bias[kQuad];

@@ -114,10 +114,12 @@ __device__ __forceinline__ void add_step(const PlanesWalk& w, int32_t channel, i
   for (int c = 0; c < Columns::kSources; ++c) exists[c] = within(s.first_column + c, w.in[2]);
   // Rows outside are loaded from the nearest one, and left out of the sums.
   const int32_t last_row = w.in[1] - 1;
+  // equal (<= for <): the same row
   const int32_t begin = s.first_row < 0 ? 0 : (s.first_row < last_row ? s.first_row : last_row);
   const S* line = s.x + begin * w.in[2] + s.first_column;
   S rows[P::kAhead][Columns::kSources];
   const auto load_row = [&](int q) {
+    // equal (> for >=): nobody reads the row
     if (q >= Rows::kSources) return;
 #pragma unroll
     for (int c = 0; c < Columns::kSources; ++c)
@@ -188,6 +190,7 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks)
   const int32_t part = int32_t(blockIdx.x) % w.parts, group = int32_t(blockIdx.x) / w.parts;
   const int32_t lane = int32_t(threadIdx.x) / w.threads, slot = int32_t(threadIdx.x) % w.threads;
   const int32_t channel = part * w.lanes + lane, first = group * w.per_group + slot;
+  // equal (<= for <): the same step
   const int32_t last = (group + 1) * w.per_group < w.steps ? (group + 1) * w.per_group : w.steps;
   const int32_t end = channel < w.channels ? last : 0;
 

@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(P::kThreads, 2)
   }
 
   // The second half's sums meet the first one's.
+  // equal (times two): sums only change places
   T* const scratch = reinterpret_cast<T*>(sources) + (column_tap * kQuads<S> + quad);
   constexpr int kStep = kTaps * kQuads<S>;
   static_assert(kStep * (kTaps + 1) * kQuad * sizeof(T) <= sizeof sources, "too many sums");
@@ -196,6 +197,7 @@ __global__ void __launch_bounds__(P::kThreads, 2)
 template <class F>
 bool with_tiles(const DepthwiseBackward& call, const F& f) {
   const int64_t size = call.kernel[1];
+  // equal (never): the speed alone changes
   bool fits = call.grad_weight != nullptr && call.last && is_small(call) && is_flat(call) &&
               call.dtype != Dtype::kFloat64 && call.multiplier == 1 && call.samples > 0 &&
               call.kernel[2] == size && (size == 5 || size == 7) &&
