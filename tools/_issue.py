@@ -7,6 +7,7 @@ that move the most bytes, as with all options, the one with the fewest instructi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ class Route:
 
     instructions: float
     bytes: float
+    chosen: float = 0.0  # instructions of the kind that the way was chosen by
 
     @property
     def each(self) -> float:
@@ -33,7 +35,8 @@ class Flow:
         code: its instructions.
         moved: bytes that memory moves for each stored byte, where loads meet the caches; 0: a
             load is as many bytes as it says.
-        by: the way passes an instruction whose name begins so, such as SHFL; "": any way.
+        by: names of instructions, a pattern from their beginning; of the ways that move the most
+            bytes those with the most of these count. "": any.
     """
 
     def __init__(self, code: list[Instruction], moved: float = 0.0, by: str = "") -> None:
@@ -43,7 +46,7 @@ class Flow:
         begins = {code[begin].address: k for k, (begin, _, _) in enumerate(graph)}
         self.cost = [0.0] * len(graph)
         self.bytes = [0.0] * len(graph)
-        self.passes = [not by] * len(graph)
+        self.chosen = [0.0] * len(graph)
         self.ends = {k for k, (_, end, _) in enumerate(graph) if code[end - 1].name == "EXIT"}
         returns = {k for k, (_, end, _) in enumerate(graph) if code[end - 1].name.startswith("RET")}
         calls: list[tuple[int, int]] = []
@@ -54,7 +57,7 @@ class Flow:
                     self.bytes[k] += one.bytes * (moved or 1.0)
                 elif is_load(one) and not moved:
                     self.bytes[k] += one.bytes
-                self.passes[k] |= bool(by) and one.name.startswith(by)
+                self.chosen[k] += bool(by) and re.match(by, one.name) is not None
                 called = jump_target(one) if one.name.startswith("CALL") else None
                 if called in begins:
                     calls.append((k, begins[called]))
@@ -122,30 +125,26 @@ def _busiest(flow: Flow, start: int, ends: set[int], inside: Iterable[int]) -> R
     """The way of fewest instructions among those that move the most bytes.
 
     Args:
-        flow: the kernel's; the way goes through one of ``flow.passes``.
+        flow: the kernel's; of such ways those with the most of its ``chosen`` instructions count.
         start: the piece where the ways begin.
         ends: pieces that may be the last one.
         inside: all pieces of the ways, in an order in which jumps go forward.
     """
-    # Bytes (less is more) and instructions of a piece, and of whether the way has passed.
-    best: dict[tuple[int, bool], tuple[float, float]] = {}
-    result: tuple[float, float] | None = None
+    # Bytes and chosen instructions (less is more), and instructions, up to a piece.
+    best = {start: (0.0, 0.0, 0.0)}
+    result: tuple[float, float, float] | None = None
     allowed = set(inside)
     for k in inside:
-        for passed in (False, True):
-            came = (0.0, 0.0) if k == start and not passed else best.get((k, passed))
-            if came is None:
-                continue
-            total = (came[0] - flow.bytes[k], came[1] + flow.cost[k])
-            has_passed = passed or flow.passes[k]
-            if k in ends and has_passed and (result is None or total < result):
-                result = total
-            for to in flow.follows[k]:
-                if (k, to) in flow.back or to not in allowed:
-                    continue
-                if (to, has_passed) not in best or total < best[to, has_passed]:
-                    best[to, has_passed] = total
-    return Route(result[1], -result[0]) if result else None
+        if k not in best:
+            continue
+        bytes, chosen, cost = best[k]
+        total = (bytes - flow.bytes[k], chosen - flow.chosen[k], cost + flow.cost[k])
+        if k in ends and (result is None or total < result):
+            result = total
+        for to in flow.follows[k]:
+            if (k, to) not in flow.back and to in allowed and total < best.get(to, (1.0,)):
+                best[to] = total
+    return Route(result[2], -result[0], -result[1]) if result else None
 
 
 def _cheapest(flow: Flow) -> dict[int, float]:
@@ -161,7 +160,8 @@ def _cheapest(flow: Flow) -> dict[int, float]:
 
 def route(
     code: list[Instruction], moved: float = 0.0, by: str = "", inner: int = 1,
-    turns: int | None = None, fewest: int = 0,
+    turns: int | None = None, fewest: int = 0, silent: int = 1,
+    turn: float = 0.0,
 ) -> Route:  # fmt: skip
     """Instructions and bytes of a thread.
 
@@ -173,24 +173,39 @@ def route(
             for what is left over, and does not count.
         fewest: how often a thread goes through the loop at least, on a small tensor: these share
             what the cheapest way to the loop costs. 0: so often that the way does not count.
+        silent: how often a thread goes through an innermost loop that has chosen instructions, and
+            moves no byte.
+        turn: bytes that memory moves for a turn of the loop with the most chosen instructions,
+            which alone counts.
 
     Raises:
         LookupError: no way moves a byte.
     """
-    flow = Flow(code, moved, by)
+    flow = Flow(code, moved or float(turn > 0), by)
     best: Route | None = None
+    known: set[int] = set()
+    sums: Route | None = None
     before = _cheapest(flow)
     bodies = {to: flow.body(to) for _, to in flow.back} if turns != 0 else {}
     for header, body in sorted(bodies.items(), key=lambda item: len(item[1])):
         ends = {k for k, to in flow.back if to == header}
         loop = _busiest(flow, header, ends, [k for k in flow.order if k in body])
         if loop is None or not loop.bytes:
+            if loop is not None and loop.chosen:
+                if silent > 1 and not body & known:
+                    known |= body
+                    flow.cost[header] += (silent - 1) * loop.instructions
+                    flow.chosen[header] += (silent - 1) * loop.chosen
+                elif turn and (sums is None or loop.chosen >= sums.chosen):
+                    sums = Route(loop.instructions, turn, loop.chosen)
             continue
         if best is None or (loop.bytes, -loop.instructions) > (best.bytes, -best.instructions):
             best, lead = loop, before[header] / fewest if fewest else 0.0
         # The loops around this one, which come later, go through it more than once.
         flow.cost[header] += (inner - 1) * loop.instructions
         flow.bytes[header] += (inner - 1) * loop.bytes
+    if sums is not None:
+        return sums
     if best is not None and turns is None:
         return Route(best.instructions + lead, best.bytes)
     whole = _busiest(flow, 0, flow.ends, flow.order)

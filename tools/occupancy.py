@@ -36,6 +36,7 @@ from _devices import BUSY, COPY, GPUS, MULTIPROCESSORS, STARTED, Gpu  # noqa: E4
 from _issue import Route, route  # noqa: E402
 from _kernel_table import (  # noqa: E402
     EXCEPTIONS,
+    FIRST,
     KINDS,
     ROUTES,
     SLOW,
@@ -73,6 +74,7 @@ class Prediction:
     worst: str  # the formula
     route: Route
     slowest: str  # the formula whose instructions are the most beside what SLOW allows
+    variant: str = ""  # of Stream.variants
 
     @property
     def warps(self) -> int:
@@ -153,7 +155,9 @@ def worst(library: Path, arch: str, name: str = "") -> list[Prediction]:
         if dtype_of(kernel) == "float64":
             continue  # right rather than fast
         prediction = predict(kernel, arch)
-        place = (*key, prediction.dtype)
+        labels = (label for label, part in STREAMS[key].variants if re.search(part, kernel.name))
+        prediction = replace(prediction, variant=next(labels, ""))
+        place = (*key, prediction.variant, prediction.dtype)
         before = worst_at.setdefault(place, prediction)
         fewest = min(before, prediction, key=lambda p: p.bytes)
         slowest = min(before, prediction, key=lambda p: p.of_copy / p.allowed[0])
@@ -174,7 +178,8 @@ def predictions(gpu: str, arch: str) -> dict[tuple[str, str, str, str], float]:
         return {}
     reach: dict[tuple[str, str, str], float] = {
         (p.source, p.kernel, p.dtype): min(p.bandwidth(device, BUSY), p.by_instructions(device))
-        for p in worst(LIBRARY, arch)
+        for p in sorted(worst(LIBRARY, arch), key=lambda p: p.of_copy, reverse=True)
+        if not p.variant or p.variant in FIRST
     }
     speeds = {}
     for (family, pass_name), kernel_names in TIMED.items():
@@ -263,32 +268,32 @@ def rows(predicted: Iterable[Prediction]) -> list[tuple[str, ...]]:
             if gpu.arch == p.arch
         )
         lines.append((
-            "predicted", f"{p.source}: {p.kernel}", p.dtype, f"sm_{p.arch}", str(p.registers),
-            str(p.shared), str(p.warps), str(p.load), str(p.store), f"{p.bytes / 1024:.0f}",
-            f"{p.route.each:.1f}", reach,
+            "predicted", f"{p.source}: {p.kernel} {p.variant}".rstrip(), p.dtype, f"sm_{p.arch}",
+            str(p.registers), str(p.shared), str(p.warps), str(p.load), str(p.store),
+            f"{p.bytes / 1024:.0f}", f"{p.route.each:.1f}", reach,
         ))  # fmt: skip
     return lines
 
 
 def by_kernel(predicted: list[Prediction]) -> str:
     """The table of docs/gpu_kernels.md: a line a kernel and dtype, a column a device."""
-    lines: dict[tuple[str, str, str], dict[str, Prediction]] = defaultdict(dict)
+    lines: dict[tuple[str, ...], dict[str, Prediction]] = defaultdict(dict)
     for p in predicted:
-        lines[p.source, p.kernel, p.dtype][p.arch] = p
+        lines[p.source, p.kernel, p.variant, p.dtype][p.arch] = p
     gpus = [gpu for gpu in GPUS if gpu.arch in {p.arch for p in predicted}]
     head = (
         "", "kernel", "dtype", "registers", "load, store", "instructions a byte", "of a copy",
         *(gpu.name for gpu in gpus),
     )  # fmt: skip
     cells = []
-    for (source, kernel, dtype), of_arch in lines.items():
+    for (source, kernel, variant, dtype), of_arch in lines.items():
         code = of_arch.get(CHECKED, next(iter(of_arch.values())))
         reach = [
             f"{p.bytes / 1024:.0f} KB, {p.bandwidth(gpu, BUSY):.0%}" if p else ""
             for gpu in gpus for p in [of_arch.get(gpu.arch)]
         ]  # fmt: skip
         cells.append((
-            "predicted", f"{source}: `{kernel}`", dtype, str(code.registers),
+            "predicted", f"{source}: `{kernel}` {variant}".rstrip(), dtype, str(code.registers),
             f"{code.load}, {code.store}", f"{code.route.each:.1f}",
             f"{min(1, code.of_copy):.0%}", *reach,
         ))  # fmt: skip

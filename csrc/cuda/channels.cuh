@@ -2,9 +2,9 @@
 // the sums of their blocks.
 //
 // Where `inner` is long (channels first) a block takes a part of one sample and channel; where it
-// is short (channels last, or few elements a plane) a lane keeps its columns, and the warps of a
-// block share the rows. Sums meet in the block, and blocks leave shares that a second kernel adds
-// up: their order is fixed for a device.
+// is short (channels last, or few elements a plane) a thread keeps its columns, and the threads of
+// a block that have the same ones share the rows. Sums meet in the block, and blocks leave shares
+// that a second kernel adds up: their order is fixed for a device.
 #pragma once
 
 #include "../ops/channels.h"
@@ -25,6 +25,7 @@ constexpr int kBlocksPerMultiprocessor = 16;
 // of columns), and on group b / parts of what is summed over.
 struct Plan {
   bool columns, wide;
+  int across;  // threads side by side, of the columns
   int64_t parts, groups;
   int64_t per_group;  // vectors of a part, or rows
   int64_t shares;     // of a group: samples x channels, or x columns
@@ -34,6 +35,7 @@ struct Plan {
 template <class S>
 Plan plan_for(const Channels& c, bool aligned, int together) {
   Plan plan;
+  plan.across = 0;
   constexpr int kLanes = Vec<S>::kLanes;
   const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
   // equal (<= for <): pointers of doubles count as not aligned
@@ -43,9 +45,12 @@ Plan plan_for(const Channels& c, bool aligned, int together) {
   int64_t steps;
   if (plan.columns) {
     plan.wide = aligned && c.channels * c.inner % kLanes == 0 && sizeof(S) < 8;
-    plan.parts = c.samples * ceil_div(c.channels * c.inner, kWarp * (plan.wide ? kLanes : 1));
+    const int64_t vectors = c.channels * c.inner / (plan.wide ? kLanes : 1);
+    const int64_t parts = ceil_div(vectors, kWarp);
+    plan.across = int(ceil_div(vectors, parts));
+    plan.parts = c.samples * parts;
     plan.shares = c.samples * c.channels * c.inner;
-    steps = ceil_div(c.rows, kWarps);
+    steps = ceil_div(c.rows, kThreads / plan.across);
   } else {
     plan.parts = plan.shares = c.samples * c.channels;
     steps = ceil_div(c.rows * (c.inner / (plan.wide ? kLanes : 1)), kThreads);
@@ -56,7 +61,7 @@ Plan plan_for(const Channels& c, bool aligned, int together) {
   int64_t each = ceil_div(steps, plan.groups);
   if (each > together) each = ceil_div(each, together) * together;
   plan.groups = ceil_div(steps, each);
-  plan.per_group = each * (plan.columns ? kWarps : kThreads);
+  plan.per_group = each * (plan.columns ? kThreads / plan.across : kThreads);
   return plan;
 }
 
@@ -102,7 +107,7 @@ __device__ __forceinline__ int steps_left(int64_t left, int64_t stride) {
 // First walk.
 template <class Job, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims at 80 registers
-    planes_kernel(const Job job, const Channels c, int64_t per_group, double* shares) {
+    planes_kernel(const Job job, const Channels c, int64_t per_group, int, double* shares) {
   using S = typename Job::S;
   using V = Vec<S, kWide>;
   using T = typename V::T;
@@ -151,52 +156,52 @@ __global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims
 // Second walk.
 template <class Job, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)
-    columns_kernel(const Job job, const Channels c, int64_t per_group, double* shares) {
+    columns_kernel(const Job job, const Channels c, int64_t per_group, int across, double* shares) {
   using S = typename Job::S;
   using V = Vec<S, kWide>;
   using T = typename V::T;
   const int64_t columns = c.channels * c.inner;
-  const int64_t across = (columns + kWarp * V::kLanes - 1) / (kWarp * V::kLanes);
-  const int64_t parts = c.samples * across;
+  const uint32_t of_sample = uint32_t((columns / V::kLanes + across - 1) / across);
+  const uint32_t parts = uint32_t(c.samples) * of_sample;
   // equal (the next block #1): lanes, or blocks, only change places
-  const int64_t part = blockIdx.x % parts, group = blockIdx.x / parts;
-  const int64_t sample = part / across;
-  // equal (the next thread #1): lanes, or blocks, only change places
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t column = ((part - sample * across) * kWarp + lane) * V::kLanes;
-  const bool exists = column < columns;
+  const uint32_t part = blockIdx.x % parts, sample = part / of_sample;
+  const int64_t group = blockIdx.x / parts;
+  const int rows = kThreads / across, row_of_block = threadIdx.x / across;
+  const int lane = threadIdx.x - row_of_block * across;
+  const int64_t first_column = int64_t(part - sample * of_sample) * across * V::kLanes;
+  const int64_t column = first_column + lane * V::kLanes;
+  const bool exists = column < columns && row_of_block < rows;
   int64_t last = (group + 1) * per_group;
   if (last > c.rows) last = c.rows;
 
   T coefficient[V::kLanes], sum[V::kLanes];
 #pragma unroll
   for (int l = 0; l < V::kLanes; ++l) {
-    const int64_t channel = exists ? (column + l) / c.inner : 0;
-    coefficient[l] = job.coefficient(sample * c.channels + channel);
+    const int64_t at = exists ? column + l : 0;
+    coefficient[l] = job.coefficient(sample * c.channels + (c.inner == 1 ? at : at / c.inner));
     sum[l] = T(0);
   }
   if (exists) {
-    for (int64_t row = group * per_group + warp; row < last; row += kWarps * kTogether<Job>) {
+    for (int64_t row = group * per_group + row_of_block; row < last; row += rows * kTogether<Job>) {
       int64_t at[kTogether<Job>];
 #pragma unroll
       for (int j = 0; j < kTogether<Job>; ++j)
-        at[j] = (sample * c.rows + row + j * kWarps) * columns + column;
-      run_steps<V>(job, steps_left<Job>(last - row, kWarps), at, coefficient, sum);
+        at[j] = (sample * c.rows + row + j * rows) * columns + column;
+      run_steps<V>(job, steps_left<Job>(last - row, rows), at, coefficient, sum);
     }
   }
   if constexpr (Job::kSums) {
-    __shared__ T scratch[kWarps][kWarp * V::kLanes];
+    __shared__ T scratch[V::kLanes][kThreads];
 #pragma unroll
-    for (int l = 0; l < V::kLanes; ++l) scratch[warp][l * kWarp + lane] = sum[l];
+    for (int l = 0; l < V::kLanes; ++l) scratch[l][threadIdx.x] = sum[l];
     __syncthreads();
-    if (warp == 0 && exists) {  // equal (one more): any one thread, or warp, will do
-#pragma unroll
-      for (int l = 0; l < V::kLanes; ++l) {
-        T total = T(0);
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) total += scratch[w][l * kWarp + lane];
-        shares[(group * c.samples + sample) * columns + column + l] = total;
-      }
+    for (int i = threadIdx.x; i < across * V::kLanes; i += kThreads) {
+      const int l = i / across, of = i - l * across;
+      const int64_t to = first_column + of * V::kLanes + l;
+      T total = T(0);
+#pragma unroll 8
+      for (int r = 0; r < rows; ++r) total += scratch[l][r * across + of];
+      if (to < columns) shares[(group * c.samples + sample) * columns + to] = total;
     }
   }
 }
@@ -206,7 +211,8 @@ void run_walk(const Job& job, const Plan& plan, const Channels& c, double* share
               void* stream) {
   using T = typename Compute<typename Job::S>::T;
   launch(plan.columns ? &columns_kernel<Job, kWide> : &planes_kernel<Job, kWide>,
-         plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, shares);
+         plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, plan.across,
+         shares);
   if (!Job::kSums) return;
   const int64_t count = c.samples * c.channels;
   add_shares(static_cast<const double*>(shares), static_cast<T*>(sums), count, plan.groups,

@@ -2,9 +2,9 @@
 //
 // Two walks. Where `inner` is long (channels first) a warp takes a segment of one row and channel.
 // Where it is short (channels last, or inner small) a thread keeps its columns, each of one
-// channel, and walks over the rows. Both sum the gradients of the parameters in a block, and blocks
-// leave their shares to be added up by a second kernel: the order of the sums is fixed for a
-// device.
+// channel, and walks over the rows with the others of its block that have the same ones. Both sum
+// the gradients of the parameters in a block, and blocks leave their shares to be added up by a
+// second kernel: the order of the sums is fixed for a device.
 #include "../channelwise_formulas.h"
 #include "../ops/channelwise.h"
 #include "launch.cuh"
@@ -28,6 +28,7 @@ constexpr int kBlocksPerMultiprocessor = 16;
 struct Plan {
   bool columns;  // the second walk
   bool wide;     // 16 bytes at a time
+  int across;    // threads side by side, of the columns
   int64_t parts, groups;
   int64_t per_group;  // segments, or rows
   int64_t shares;     // of a group and parameter: channels, or columns
@@ -36,6 +37,7 @@ struct Plan {
 template <class S>
 Plan plan_for(int64_t rows, int64_t channels, int64_t inner, bool aligned) {
   Plan plan;
+  plan.across = 0;
   const int64_t most = int64_t(multiprocessors()) * kBlocksPerMultiprocessor;
   constexpr int kLanes = Vec<S>::kLanes;
   plan.wide = aligned && inner % kLanes == 0;
@@ -44,9 +46,11 @@ Plan plan_for(int64_t rows, int64_t channels, int64_t inner, bool aligned) {
   int64_t steps;
   if (plan.columns) {
     plan.wide = aligned && channels * inner % kLanes == 0;
-    plan.parts = ceil_div(channels * inner, kWarp * (plan.wide ? kLanes : 1));
+    const int64_t vectors = channels * inner / (plan.wide ? kLanes : 1);
+    plan.parts = ceil_div(vectors, kWarp);
+    plan.across = int(ceil_div(vectors, plan.parts));
     plan.shares = channels * inner;
-    steps = ceil_div(rows, kWarps * kVecs<S>);
+    steps = ceil_div(rows, kThreads / plan.across * kVecs<S>);
   } else {
     plan.parts = channels;
     plan.shares = channels;
@@ -54,8 +58,9 @@ Plan plan_for(int64_t rows, int64_t channels, int64_t inner, bool aligned) {
   }
   const int64_t wanted = ceil_div(most, plan.parts);
   plan.groups = wanted < steps ? wanted : steps;
-  plan.per_group = ceil_div(steps, plan.groups) * kWarps * (plan.columns ? kVecs<S> : 1);
-  plan.groups = ceil_div(steps * kWarps * (plan.columns ? kVecs<S> : 1), plan.per_group);
+  const int64_t step = plan.columns ? kThreads / plan.across * kVecs<S> : kWarps;
+  plan.per_group = ceil_div(steps, plan.groups) * step;
+  plan.groups = ceil_div(steps * step, plan.per_group);
   return plan;
 }
 
@@ -111,7 +116,7 @@ __device__ __forceinline__ int at_most(int64_t left) {
 template <template <class> class Formula, bool kBackward, bool kWide, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     segments_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
-                    double* shares, int64_t shares_of_parameter, int parameter_count) {
+                    int, double* shares, int64_t shares_of_parameter, int parameter_count) {
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   constexpr int kSegment = kWarp * kVecs<S> * V::kLanes;
@@ -155,55 +160,57 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Second walk: a lane keeps V::kLanes columns, the warps of a block share the rows.
+// Second walk: a thread keeps V::kLanes columns, and shares the rows with others.
 template <template <class> class Formula, bool kBackward, bool kWide, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     columns_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
-                   double* shares, int64_t shares_of_parameter, int parameter_count) {
+                   int across, double* shares, int64_t shares_of_parameter, int parameter_count) {
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   const int64_t columns = channels * inner;
-  const int64_t parts = (columns + kWarp * V::kLanes - 1) / (kWarp * V::kLanes);
+  const uint32_t parts = uint32_t((columns / V::kLanes + across - 1) / across);
   const int64_t group = blockIdx.x / parts;
-  // equal (the next thread #1): lanes, or blocks, only change places
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t column = (blockIdx.x % parts * kWarp + lane) * V::kLanes;
-  const bool exists = column < columns;
+  const int down = kThreads / across, row_of_block = threadIdx.x / across;
+  const int lane = threadIdx.x - row_of_block * across;
+  const int64_t first_column = int64_t(blockIdx.x % parts) * across * V::kLanes;
+  const int64_t column = first_column + lane * V::kLanes;
+  const bool exists = column < columns && row_of_block < down;
   int64_t last = (group + 1) * per_group;
   if (last > rows) last = rows;
 
   P a[V::kLanes], b[V::kLanes], sum_a[V::kLanes], sum_b[V::kLanes];
 #pragma unroll
   for (int k = 0; k < V::kLanes; ++k) {
-    const int64_t channel = exists ? (column + k) / inner : 0;
+    const int64_t at = exists ? column + k : 0, channel = inner == 1 ? at : at / inner;
     a[k] = load_one(t.a[channel]);
     b[k] = load_one(t.b[channel]);
     sum_a[k] = sum_b[k] = P(0);
   }
   if (exists) {
-    for (int64_t row = group * per_group + warp; row < last; row += kWarps * kVecs<S>) {
-      const int64_t left = (last - row + kWarps - 1) / kWarps;
-      apply<Formula, kBackward, kVecs<S>, V>(t, row * columns + column, kWarps * columns,
-                                             at_most<kVecs<S>>(left), a, b, sum_a, sum_b);
+    for (int64_t row = group * per_group + row_of_block; row < last; row += down * kVecs<S>) {
+      int count = 0;
+#pragma unroll
+      for (int j = 0; j < kVecs<S>; ++j) count += row + j * down < last;
+      apply<Formula, kBackward, kVecs<S>, V>(t, row * columns + column, down * columns, count, a, b,
+                                             sum_a, sum_b);
     }
   }
   if constexpr (kBackward) {
-    __shared__ P scratch[2][kWarps][kWarp * V::kLanes];
+    __shared__ P scratch[2][V::kLanes][kThreads];
 #pragma unroll
     for (int k = 0; k < V::kLanes; ++k) {
-      scratch[0][warp][k * kWarp + lane] = sum_a[k];
-      scratch[1][warp][k * kWarp + lane] = sum_b[k];
+      scratch[0][k][threadIdx.x] = sum_a[k];
+      scratch[1][k][threadIdx.x] = sum_b[k];
     }
     __syncthreads();
-    // The lanes of warp p add up parameter p.
-    if (warp < parameter_count && exists) {
-#pragma unroll
-      for (int k = 0; k < V::kLanes; ++k) {
-        P sum = P(0);
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) sum += scratch[warp][w][k * kWarp + lane];
-        shares[warp * shares_of_parameter + group * columns + column + k] = sum;
-      }
+    for (int i = threadIdx.x; i < parameter_count * across * V::kLanes; i += kThreads) {
+      const int line = i / across, of = i - line * across;
+      const int parameter = line / V::kLanes, k = line - parameter * V::kLanes;
+      const int64_t to = first_column + of * V::kLanes + k;
+      P sum = P(0);
+#pragma unroll 8
+      for (int r = 0; r < down; ++r) sum += scratch[parameter][k][r * across + of];
+      if (to < columns) shares[parameter * shares_of_parameter + group * columns + to] = sum;
     }
   }
 }
@@ -241,8 +248,8 @@ void run(const Call& call, void* stream) {
                                 : (plan.wide ? &segments_kernel<Formula, kBackward, true, S>
                                              : &segments_kernel<Formula, kBackward, false, S>);
     launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, tensors_of<S>(call), call.rows,
-           call.channels, call.inner, plan.per_group, shares_of(call), plan.groups * plan.shares,
-           parameters_of(call));
+           call.channels, call.inner, plan.per_group, plan.across, shares_of(call),
+           plan.groups * plan.shares, parameters_of(call));
   });
 }
 

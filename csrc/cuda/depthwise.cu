@@ -56,14 +56,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<S, I>) any_kernel(const Walk
   sum.store(target.at(to.depth, to.strip, to.column));
 }
 
+template <class S, class I, bool kBackward>
+void run_any(const DepthwiseSums& call, void* stream) {
+  if (const int64_t lanes = wide_lanes<S>(call); lanes > 0)
+    launch_wide<S>(&any_kernel<S, I, true, kBackward>, Tile{1, 1}, lanes, call, stream);
+  else
+    launch_narrow(&any_kernel<S, I, false, kBackward>, Tile{1, 1}, call, stream);
+}
+
 template <class S, class I>
 void run_any(const DepthwiseSums& call, void* stream) {
-  if (call.backward)
-    launch_walk<S, I>(&any_kernel<S, I, false, true>, 1, &any_kernel<S, I, true, true>, 1, call,
-                      stream);
-  else
-    launch_walk<S, I>(&any_kernel<S, I, false, false>, 1, &any_kernel<S, I, true, false>, 1, call,
-                      stream);
+  return call.backward ? run_any<S, I, true>(call, stream) : run_any<S, I, false>(call, stream);
 }
 
 void run(const DepthwiseSums& call, void* stream) {
@@ -85,6 +88,7 @@ void compute(const DepthwiseForward& call, void* stream) {
 }
 
 void compute(const DepthwiseBackward& call, void* stream) {
+  // equal (always): without either nothing is written
   if (call.grad_weight != nullptr || call.grad_bias != nullptr) depthwise_weight(call, stream);
   if (call.grad_input == nullptr || call.samples * call.channels * call.inputs() == 0) return;
   run({call, true, call.grad, call.weight, nullptr, call.grad_input}, stream);

@@ -26,20 +26,44 @@ struct DepthwiseSums : Depthwise {
 // Runs kernels that keep a strip of rows a thread; false where there is none for the call.
 bool depthwise_strips(const DepthwiseSums& call, void* stream);
 
+// The same for planes and kernels of 3, 5 or 7 squared with a stride of 1 or 2.
+bool depthwise_planes(const DepthwiseSums& call, void* stream);
+
+// The same for wide channels_last and kernels of 5 or 7 squared with a stride of 1.
+bool depthwise_tiles(const DepthwiseSums& call, void* stream);
+
 void depthwise_weight(const DepthwiseBackward& call, void* stream);
+
+// The same for planes, and for channels_last as above; no shares where there is none for the call.
+bool depthwise_weight_planes(const DepthwiseBackward& call, void* stream);
+bool depthwise_weight_tiles(const DepthwiseBackward& call, void* stream);
+int64_t depthwise_planes_shares(const DepthwiseBackward& call);
+int64_t depthwise_tiles_shares(const DepthwiseBackward& call);
 
 namespace {
 
 constexpr int kThreads = 256;
 
-// Reads every position of `to`, a strip of rows at a time, in the order of its memory.
+// From sm_100 on the compiler takes up to 168 registers, and with two blocks it would spill some.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kTileBlocks = 1;
+#else
+constexpr int kTileBlocks = 2;
+#endif
+
+// Rows and columns of `to` that a thread has.
+struct Tile {
+  int rows, columns;
+};
+
+// Reads every position of `to`, a tile at a time, in the order of its memory.
 template <class I>
 struct Walk {
   bool last;
   I multiplier, channels, from_channels, samples;  // channels of `to`
   I to[3], from[3], kernel[3], stride[3], dilation[3], pad[3], taps;
   I tap_step[3], from_step[3];  // of neighbouring taps that a position of `to` sees
-  I shift;                      // rows of the first strip that lie in front of `to`
+  I shift, side;                // rows and columns of the first tile that lie in front of `to`
   I count;                      // threads; where they are wide, threads of a vector of channels
   I vectors, lanes, groups;     // of channels: all, of a block, blocks that differ in nothing else
   Divisor<I> by_channel, by_column, by_strip, by_depth, by_tap, by_multiplier;
@@ -48,7 +72,7 @@ struct Walk {
   const void* bias;
   void* target;
 
-  Walk(const DepthwiseSums& call, int rows) : last(call.last) {
+  Walk(const DepthwiseSums& call, Tile tile) : last(call.last) {
     const bool back = call.backward;
     multiplier = I(call.multiplier);
     channels = I(back ? call.channels : call.out_channels());
@@ -71,11 +95,13 @@ struct Walk {
       from_step[d] = back ? -I(call.dilation[d] / a) : I(call.dilation[d]);
     }
     taps = I(call.taps());
-    shift = back && rows > 1 ? I(call.pad[1] % call.stride[1]) : 0;
-    const int64_t strips = ceil_div(to[1] + shift, rows);
-    count = I(samples * to[0] * strips * to[2]);
+    shift = back && tile.rows > 1 ? I(call.pad[1] % call.stride[1]) : 0;
+    side = back && tile.columns > 1 ? I(call.pad[2] % call.stride[2]) : 0;
+    const int64_t strips = ceil_div(to[1] + shift, tile.rows);
+    const int64_t across = ceil_div(to[2] + side, tile.columns);
+    count = I(samples * to[0] * strips * across);
     by_channel = Divisor<I>(channels);
-    by_column = Divisor<I>(to[2]);
+    by_column = Divisor<I>(across);
     by_strip = Divisor<I>(strips);
     by_depth = Divisor<I>(to[0]);
     by_tap = Divisor<I>(taps);
@@ -85,6 +111,25 @@ struct Walk {
     weight = call.weight;
     bias = call.bias;
     target = call.to;
+  }
+};
+
+// Row (or column) p of a strip sees row q of what it reads with tap(p, q) of the kernel.
+template <int kTaps_, int kStride, int kStrip, bool kBackward>
+struct Pattern {
+  static constexpr int kTaps = kTaps_;
+  static constexpr int kBefore = (kTaps - 1) / kStride;  // rows that the first one sees, backward
+  static constexpr int kSources =
+      kBackward ? (kStrip - 1) / kStride + kBefore + 1 : (kStrip - 1) * kStride + kTaps;
+  static constexpr int kColumns = kBackward ? kBefore + 1 : kTaps;
+
+  static __device__ __forceinline__ constexpr int tap(int p, int q) {
+    return kBackward ? p + kStride * (kBefore - q) : q - p * kStride;
+  }
+  // Row 0 of those that the strip from row `first` on reads.
+  template <class I>
+  static __host__ __device__ __forceinline__ constexpr I source(I first, I pad) {
+    return kBackward ? (first + pad) / kStride - kBefore : first * kStride - pad;
   }
 };
 
@@ -122,7 +167,7 @@ struct Line {
   }
 };
 
-// A thread's place in `to`: `strip` is a strip of rows.
+// A thread's place in `to`: `strip` is a strip of rows, `column` one of columns.
 template <class I>
 struct Spot {
   I sample, channel, depth, strip, column;
@@ -166,7 +211,8 @@ __device__ __forceinline__ bool within(I place, I size) {
 }
 
 // Weights as a thread reads them: its channel's, or (wide) those of a block's channels, laid out in
-// shared memory as taps x channels. All threads of a block must make one.
+// shared memory as taps x channels, with a vector between two taps: they are in different banks.
+// All threads of a block must make one.
 template <class S, bool kWide, class I>
 struct Weights {
   using V = Vec<S, kWide>;
@@ -178,8 +224,9 @@ struct Weights {
       FT_DYNAMIC_SHARED(memory);
       S* const laid = reinterpret_cast<S*>(memory);
       const I first = group * w.lanes * V::kLanes;
-      step = w.lanes * V::kLanes;
-      const I left = w.channels - first, channels = left < step ? left : step;
+      step = (w.lanes + 1) * V::kLanes;
+      const I left = w.channels - first, most = w.lanes * V::kLanes;
+      const I channels = left < most ? left : most;
       const S* const from = static_cast<const S*>(w.weight) + first * w.taps;
       for (I i = threadIdx.x; i < channels * w.taps; i += kThreads) {
         I channel = i;
@@ -242,30 +289,31 @@ int64_t wide_lanes(const DepthwiseSums& call) {
   const bool fits = call.last && call.multiplier == 1 && call.channels % Vec<S>::kLanes == 0 &&
                     aligned(static_cast<const char*>(call.from), static_cast<char*>(call.to));
   // equal (times two): the speed alone changes
-  const int64_t room = kShared / (kBytes * call.taps());
-  if (!fits || room == 0) return 0;
+  const int64_t room = kShared / (kBytes * call.taps()) - 1;
+  if (!fits || room < 1) return 0;
   const int64_t vectors = call.channels / Vec<S>::kLanes;
   return ceil_div(vectors, ceil_div(vectors, room < kMost ? room : kMost));
 }
 
-// Starts wide[is wide], for which `rows` are those of a strip.
+// Starts a kernel whose threads have a tile of a channel.
+template <class I>
+void launch_narrow(void (*kernel)(Walk<I>), Tile tile, const DepthwiseSums& call, void* stream) {
+  Walk<I> w(call, tile);
+  w.count *= w.channels;
+  launch(kernel, ceil_div(w.count, kThreads), kThreads, stream, 0, w);
+}
+
+// Starts a kernel whose threads have a tile of a vector of channels.
 template <class S, class I>
-void launch_walk(void (*narrow)(Walk<I>), int narrow_rows, void (*wide)(Walk<I>), int wide_rows,
-                 const DepthwiseSums& call, void* stream) {
-  const int64_t lanes = wide_lanes<S>(call);
-  // equal (>= for >): the speed alone changes
-  Walk<I> w(call, lanes > 0 ? wide_rows : narrow_rows);
-  if (lanes == 0) {
-    w.count *= w.channels;
-    launch(narrow, ceil_div(w.count, kThreads), kThreads, stream, 0, w);
-    return;
-  }
+void launch_wide(void (*kernel)(Walk<I>), Tile tile, int64_t lanes, const DepthwiseSums& call,
+                 void* stream) {
+  Walk<I> w(call, tile);
   w.lanes = I(lanes);
   w.vectors = I(call.channels / Vec<S>::kLanes);
   w.groups = I(ceil_div(w.vectors, lanes));
   // equal (times two): blocks beyond the last group do nothing
-  launch(wide, ceil_div(w.count, kThreads / lanes) * w.groups, kThreads, stream,
-         size_t(16 * lanes * call.taps()), w);
+  launch(kernel, ceil_div(w.count, kThreads / lanes) * w.groups, kThreads, stream,
+         size_t(16 * (lanes + 1) * call.taps()), w);
 }
 
 // Whether positions, also those that lie in the padding, fit into 32 bits.
@@ -279,8 +327,16 @@ inline bool is_small(const Depthwise& call) {
     small = small && call.stride[d] < kMost && call.dilation[d] < kMost &&
             // equal (+ for -, times two): the speed alone changes
             (call.kernel[d] - 1) * call.dilation[d] < kMost && call.pad[d] < kMost &&
+            // equal (times two, <= for <): the speed alone changes
             call.out[d] * call.stride[d] < kMost;
   return small;
+}
+
+// Whether a kernel has one slice, of which each image has one, too, and neither is empty.
+inline bool is_flat(const Depthwise& call) {
+  // equal (one more #2): a stride of 2 has the same outputs, and strips the others
+  return call.kernel[0] == 1 && call.stride[0] == 1 && call.pad[0] == 0 &&
+         call.in[0] == call.out[0] && call.inputs() * call.outputs() > 0;
 }
 
 }  // namespace

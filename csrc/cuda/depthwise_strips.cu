@@ -3,8 +3,9 @@
 //
 // Threads next to each other have neighbouring columns or, in channels_last, neighbouring channels:
 // loads are of neighbours in both layouts, and columns share what they load by the first-level
-// cache. Kernels of 3, 5 and 7 squared are known when the kernel is compiled; rows of other kernels
-// are taken four or eight at a time, with a stride of 1.
+// cache. Kernels of 3, 5 and 7 squared are known when the kernel is compiled (those of planes are
+// in depthwise_planes.cu); rows of other kernels are taken four or eight at a time, with a stride
+// of 1.
 #include "depthwise.cuh"
 
 namespace fusedtrain {
@@ -13,33 +14,12 @@ namespace {
 
 // Rows of a kernel that are taken together: all three, five or seven of them, or an even number of
 // those of another kernel.
-template <bool kWide>
-constexpr int kPart = kWide ? 4 : 8;
 template <int kTaps>
 constexpr bool kKnown = kTaps % 2 == 1;
 
 // Rows of a strip: a multiple of the stride, as many as 128 registers hold with what they see.
 template <bool kWide, int kTaps, int kStride, bool kBackward>
 constexpr int kRows = !kWide ? 8 : (!kBackward && kTaps * kStride > 10 ? 2 : 4);
-
-// Row p of a strip sees row q of what it reads with tap(p, q) of the kernel.
-template <int kTaps_, int kStride, int kStrip, bool kBackward>
-struct Pattern {
-  static constexpr int kTaps = kTaps_;
-  static constexpr int kBefore = (kTaps - 1) / kStride;  // rows that the first one sees, backward
-  static constexpr int kSources =
-      kBackward ? (kStrip - 1) / kStride + kBefore + 1 : (kStrip - 1) * kStride + kTaps;
-  static constexpr int kColumns = kBackward ? kBefore + 1 : kTaps;
-
-  static __device__ __forceinline__ constexpr int tap(int p, int q) {
-    return kBackward ? p + kStride * (kBefore - q) : q - p * kStride;
-  }
-  // Row 0 of those that the strip from row `first` on reads.
-  template <class I>
-  static __device__ __forceinline__ I source(I first, I pad) {
-    return kBackward ? (first + pad) / kStride - kBefore : first * kStride - pad;
-  }
-};
 
 // Adds the products of a column of the kernel to the sums of a strip; `tap` is the first of its
 // taps, of which `left` are left.
@@ -76,15 +56,8 @@ __device__ __forceinline__ void add_column(const Walk<I>& w, const Weights<S, kW
   }
 }
 
-// From sm_100 on the compiler takes up to 168 registers, and with two blocks it would spill some.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kBlocks = 1;
-#else
-constexpr int kBlocks = 2;
-#endif
-
 template <class S, bool kWide, int kTaps, int kStride, bool kBackward>
-__global__ void __launch_bounds__(kThreads, kBlocks) strips_kernel(const Walk<int32_t> w) {
+__global__ void __launch_bounds__(kThreads, kTileBlocks) strips_kernel(const Walk<int32_t> w) {
   using I = int32_t;
   using V = Vec<S, kWide>;
   constexpr int kStrip = kRows<kWide, kTaps, kStride, kBackward>;
@@ -136,19 +109,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks) strips_kernel(const Walk<in
     if (within(first + p, w.to[1])) sum[p].store(target.at(to.depth, first + p, to.column));
 }
 
-template <class S, int kTaps, int kStride, int kWideTaps = kTaps>
+template <class S, int kTaps, int kStride, bool kBackward>
+void run_pass(const DepthwiseSums& call, void* stream) {
+  constexpr Tile kWideTile = {kRows<true, kTaps, kStride, kBackward>, 1};
+  const int64_t lanes = wide_lanes<S>(call);
+  // equal (never): the speed alone changes
+  if (kKnown<kTaps> && (lanes > 0 ? depthwise_tiles(call, stream) : depthwise_planes(call, stream)))
+    return;
+  if (lanes > 0)
+    return launch_wide<S>(&strips_kernel<S, true, kTaps, kStride, kBackward>, kWideTile, lanes,
+                          call, stream);
+  constexpr int kNarrow = kKnown<kTaps> ? kTaps : 8;
+  launch_narrow(&strips_kernel<S, false, kNarrow, kStride, kBackward>, Tile{8, 1}, call, stream);
+}
+
+template <class S, int kTaps, int kStride>
 void run(const DepthwiseSums& call, void* stream) {
-  const auto launch_for = [&](auto backward) {
-    constexpr bool kBackward = decltype(backward)::value;
-    launch_walk<S, int32_t>(&strips_kernel<S, false, kTaps, kStride, kBackward>,
-                            kRows<false, kTaps, kStride, kBackward>,
-                            &strips_kernel<S, true, kWideTaps, kStride, kBackward>,
-                            kRows<true, kWideTaps, kStride, kBackward>, call, stream);
-  };
-  if (call.backward)
-    launch_for(std::true_type());
-  else
-    launch_for(std::false_type());
+  return call.backward ? run_pass<S, kTaps, kStride, true>(call, stream)
+                       : run_pass<S, kTaps, kStride, false>(call, stream);
 }
 
 }  // namespace
@@ -165,7 +143,7 @@ bool depthwise_strips(const DepthwiseSums& call, void* stream) {
   by_dtype(call.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
     if constexpr (sizeof(S) < 8) {
-      if (!known) return run<S, kPart<false>, 1, kPart<true>>(call, stream);
+      if (!known) return run<S, 4, 1>(call, stream);
       if (size == 3) return stride == 1 ? run<S, 3, 1>(call, stream) : run<S, 3, 2>(call, stream);
       if (size == 5) return stride == 1 ? run<S, 5, 1>(call, stream) : run<S, 5, 2>(call, stream);
       return stride == 1 ? run<S, 7, 1>(call, stream) : run<S, 7, 2>(call, stream);

@@ -4,16 +4,14 @@
 // bytes hold, and adds up strips of rows: a gradient that it loads serves all of its taps, an input
 // all rows of the strip that see it. Sums meet in the block, and blocks leave shares that a second
 // kernel adds up: their order is fixed for a device.
-#include "depthwise.cuh"
+#include "depthwise_shares.cuh"
 #include "reduce.cuh"
-#include "shares.cuh"
 
 namespace fusedtrain {
 namespace cuda {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerMultiprocessor = 8;
 
 // Taps of a thread: kTaps rows of a kernel (of that size, with this stride of rows and a dilation
 // of 1), or 1, a row of any kernel; kColumns columns of it. kStrip: rows of gradients.
@@ -24,9 +22,7 @@ struct Shape {
   static constexpr int kColumns = kTaps > 1 ? (kWide ? 1 : kTaps) : (kWide ? 4 : 8);
   // As many rows as 128 registers hold with the sums and the inputs of a column.
   static constexpr int kStrip =
-      kTaps == 1
-          ? 1
-          : (!kWide ? (kTaps == 7 ? 4 : 8) : (kTaps == 3 ? 4 : (kTaps * kStride > 10 ? 1 : 2)));
+      kTaps == 1 ? 1 : (!kWide ? 8 : (kTaps == 3 ? 4 : (kTaps * kStride > 10 ? 1 : 2)));
   static constexpr int kSources = (kStrip - 1) * kStride + kTaps;
 };
 
@@ -67,19 +63,23 @@ struct WeightWalk {
         call.grad_weight == nullptr ? 1 : w.chunks * w.kernel[0] * (K::kTaps > 1 ? 1 : w.kernel[1]);
     constexpr int kLanes = Vec<S, K::kWide>::kLanes;
     const int64_t vectors = w.channels / kLanes, most = kLanes > 1 ? 16 : 32;
-    w.lanes = call.last ? I(ceil_div(vectors, ceil_div(vectors, most))) : 1;
-    const I room = call.last ? kThreads / 2 / w.lanes : 1;
-    w.tap_units = I(ceil_div(w.tap_groups, ceil_div(w.tap_groups, room)));
-    w.units = w.lanes * w.tap_units;
-    w.slots = kThreads / w.units;
-    w.channel_parts = I(ceil_div(vectors, w.lanes));
-    w.parts = w.channel_parts * I(ceil_div(w.tap_groups, w.tap_units));
     const int64_t strips = ceil_div(call.out[1], K::kStrip);
     w.steps = I(call.samples * call.out[0] * strips * call.out[2]);
-    const int64_t wanted = ceil_div(int64_t(multiprocessors()) * kBlocksPerMultiprocessor, w.parts);
-    const int64_t enough = ceil_div(w.steps, int64_t(w.slots) * 4);
-    w.per_group = I(ceil_div(w.steps, wanted < enough ? wanted : enough));
-    w.groups = I(ceil_div(w.steps, w.per_group));
+    // Few channels a block where shares would be large; two vectors are a sector of memory.
+    for (int64_t lanes = most; lanes >= 2; lanes /= 2) {
+      w.lanes = call.last ? I(ceil_div(vectors, ceil_div(vectors, lanes))) : 1;
+      const I room = call.last ? kThreads / 2 / w.lanes : 1;
+      w.tap_units = I(ceil_div(w.tap_groups, ceil_div(w.tap_groups, room)));
+      w.units = w.lanes * w.tap_units;
+      w.slots = kThreads / w.units;
+      w.channel_parts = I(ceil_div(vectors, w.lanes));
+      w.parts = w.channel_parts * I(ceil_div(w.tap_groups, w.tap_units));
+      const int64_t groups =
+          share_groups<S>(call, w.parts, ceil_div(w.steps, int64_t(w.slots) * 4));
+      w.per_group = I(ceil_div(w.steps, groups));
+      w.groups = I(ceil_div(w.steps, w.per_group));
+      if (groups <= share_room<S>(call) || !call.last) break;
+    }
     w.weights = call.out_channels() * call.taps();
     w.numbers = w.weights + call.out_channels();
     w.by_column = Divisor<I>(call.out[2]);
@@ -161,8 +161,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const I part = I(blockIdx.x) % w.parts, group = I(blockIdx.x) / w.parts;
   const I slot = I(threadIdx.x) / w.units, unit = I(threadIdx.x) - slot * w.units;
   const I tap_unit = unit / w.lanes, tap_part = part / w.channel_parts;
-  const I channel =
-      ((part - tap_part * w.channel_parts) * w.lanes + unit - tap_unit * w.lanes) * V::kLanes;
+  const I first_channel = (part - tap_part * w.channel_parts) * w.lanes * V::kLanes;
+  const I channel = first_channel + (unit - tap_unit * w.lanes) * V::kLanes;
   const I tap_group = tap_part * w.tap_units + tap_unit, line = tap_group / w.chunks;
   const I slice_tap = K::kTaps > 1 ? line : line / w.kernel[1];
   const I row_tap = K::kTaps > 1 ? 0 : line - slice_tap * w.kernel[1];
@@ -176,16 +176,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     add_steps<K, V, S>(w, first + slot, end, channel, slice_tap, row_tap, column_tap, sum, bias);
 
   double* const share = shares + group * w.numbers;
-  // Number i of the sums, of lane l; the last one is the bias.
-  const auto write = [&](int i, int l, double total) {
+  const int32_t taps = w.kernel[0] * w.kernel[1] * w.kernel[2];
+  // Number i of the sums of a unit, of lane l; the last one is the bias.
+  const auto write = [&](int i, I unit, int l, double total) {
+    const I tap_unit = unit / w.lanes, tap_group = tap_part * w.tap_units + tap_unit;
+    const I channel = first_channel + (unit - tap_unit * w.lanes) * V::kLanes + l;
+    if (channel >= w.channels || tap_group >= w.tap_groups) return;
     if (i == kSums) {
-      if (w.with_bias && tap_group == 0) share[w.weights + channel + l] = total;
+      if (w.with_bias && tap_group == 0) share[w.weights + channel] = total;
       return;
     }
-    const I column = column_tap + i % K::kColumns, row = row_tap + i / K::kColumns;
+    const I line = tap_group / w.chunks;
+    const I column = (tap_group - line * w.chunks) * K::kColumns + i % K::kColumns;
     if (w.x == nullptr || column >= w.kernel[2]) return;
-    const I tap = (slice_tap * w.kernel[1] + row) * w.kernel[2] + column;
-    share[int64_t(channel + l) * (w.kernel[0] * w.kernel[1] * w.kernel[2]) + tap] = total;
+    // A line is a slice of the kernel, or a row of it.
+    const I row = K::kTaps > 1 ? line * w.kernel[1] + i / K::kColumns : line;
+    share[int64_t(channel) * taps + row * w.kernel[2] + column] = total;
   };
   __shared__ T scratch[(kSums + 1) * kWarps > kThreads * V::kLanes ? (kSums + 1) * kWarps
                                                                    : kThreads * V::kLanes];
@@ -200,11 +206,11 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     __syncthreads();
     const int i = threadIdx.x;
-    if (!exists || i > kSums) return;
+    if (i > kSums) return;
     T total = 0;
 #pragma unroll
     for (int k = 0; k < kWarps; ++k) total += scratch[i * kWarps + k];
-    write(i, 0, total);
+    write(i, 0, 0, total);
     return;
   }
 #pragma unroll
@@ -214,12 +220,11 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int l = 0; l < V::kLanes; ++l) scratch[l * kThreads + threadIdx.x] = mine.lane[l];
     __syncthreads();
-    if (slot > 0 || !exists) continue;
-#pragma unroll
-    for (int l = 0; l < V::kLanes; ++l) {
+    for (I k = threadIdx.x; k < w.units * V::kLanes; k += kThreads) {
+      const I l = k / w.units, of = k - l * w.units;
       T total = 0;
-      for (I s = 0; s < w.slots; ++s) total += scratch[l * kThreads + s * w.units + unit];
-      write(i, l, total);
+      for (I s = 0; s < w.slots; ++s) total += scratch[l * kThreads + s * w.units + of];
+      write(i, of, l, total);
     }
   }
 }
@@ -243,8 +248,9 @@ void with_kernel(const DepthwiseBackward& call, const F& f) {
       constexpr int kTaps = decltype(taps)::value, kStride = decltype(step)::value;
       if (wide)
         f(S(), I(), Shape<true, kTaps, kStride>());
-      else
-        f(S(), I(), Shape<false, kTaps, kStride>());
+      else  // planes of kernels of known sizes have their own file: these are volumes, or odd
+            // channels
+        f(S(), I(), Shape<false, kTaps == 3 ? 3 : 1, kTaps == 3 ? kStride : 1>());
     };
     using One = std::integral_constant<int, 1>;
     using Two = std::integral_constant<int, 2>;
@@ -266,6 +272,8 @@ int64_t depthwise_shares(const DepthwiseBackward& call) {
   int64_t count = 0;
   // equal (never): the workspace only gets larger
   if (call.grad_weight == nullptr && call.grad_bias == nullptr) return count;
+  if ((count = depthwise_planes_shares(call)) > 0) return count;
+  if ((count = depthwise_tiles_shares(call)) > 0) return count;
   with_kernel(call, [&](auto stored, auto index, auto shape) {
     using Walk = WeightWalk<decltype(index)>;
     const Walk w = Walk::template make<decltype(stored)>(call, shape);
@@ -275,15 +283,14 @@ int64_t depthwise_shares(const DepthwiseBackward& call) {
 }
 
 void depthwise_weight(const DepthwiseBackward& call, void* stream) {
+  if (depthwise_weight_planes(call, stream) || depthwise_weight_tiles(call, stream)) return;
   with_kernel(call, [&](auto stored, auto index, auto shape) {
     using S = decltype(stored);
     using Walk = WeightWalk<decltype(index)>;
     const Walk w = Walk::template make<S>(call, shape);
     launch(&weight_kernel<S, decltype(index), decltype(shape)>, int64_t(w.parts) * w.groups,
            kThreads, stream, 0, w, call.shares);
-    add_shares(static_cast<const double*>(call.shares), static_cast<S*>(call.grad_weight),
-               w.numbers, w.groups, 1, w.numbers, stream, static_cast<S*>(call.grad_bias),
-               w.weights);
+    add_group_shares<S>(call, w.groups, stream);
   });
 }
 

@@ -46,6 +46,7 @@ from .depthwise_autograd import (
     gradients_of,
     known,
 )
+from .depthwise_gpus import rule_of
 
 __all__ = ["depthwise_conv1d", "depthwise_conv2d", "depthwise_conv3d"]
 
@@ -102,8 +103,8 @@ _MEASURED: dict[str, Callable[..., Faster]] = {"cpu": faster}
 
 
 def is_measured(device: str) -> bool:
-    """Whether our kernels run on a type of device."""
-    return device in _MEASURED
+    """Whether our kernels run on a device, such as "cpu"."""
+    return device in _MEASURED or rule_of(torch.device(device)) is not None
 
 
 def _numbers(value: Any, count: int) -> Numbers | None:
@@ -205,8 +206,8 @@ def _plan_of(
         return None
     return _plan(
         input.shape, weight.shape, None if bias is None else bias.shape, step, sides, spread,
-        input.dtype, _is_last(input, weight), _MEASURED.get(input.device.type), _EVERYWHERE,
-        mkldnn_is_on(),
+        input.dtype, _is_last(input, weight),
+        _MEASURED.get(input.device.type) or rule_of(input.device), _EVERYWHERE, mkldnn_is_on(),
     )  # fmt: skip
 
 
