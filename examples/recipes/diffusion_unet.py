@@ -37,6 +37,8 @@ class ResBlock(nn.Module):
 
 
 class UNet(nn.Module):
+    rates: Tensor
+
     def __init__(self, width: int) -> None:
         super().__init__()
         time = 4 * width
@@ -76,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory", choices=["store", "recompute"], default="store")
     args = parser.parse_args(argv)
     torch.manual_seed(0)
-    model = UNet(args.width).to(memory_format=torch.channels_last)
+    model = UNet(args.width)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     example = pictures(args.batch_size), torch.randint(TIMES, (args.batch_size,))
     with torch.autocast("cpu", torch.bfloat16):
         report = fusedtrain.convert(model, example, memory=args.memory, dropout="fused")

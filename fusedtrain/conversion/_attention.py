@@ -134,7 +134,7 @@ def callers_of_attention() -> Iterator[dict[nn.Module, None]]:
 
 
 def multi_head_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Those that drop, which are known without a run."""
+    """Modules with dropout, which are known without a run."""
     for module in model.modules():
         if isinstance(module, nn.MultiheadAttention) and module.dropout > 0:
             yield module
