@@ -10,8 +10,10 @@ import functools
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
@@ -22,12 +24,14 @@ from .._graph.flow import Flow
 from .._graph.forward import Rewritten, obstacle_of, rewritten_of
 from .._graph.hooks import observing
 from .._graph.modules import is_scripted
+from .._torch_private import top_saved_tensors_hooks
 from ..ops.attention import is_faster
 from ._classes import Decision
 
 WORDS = {"scaled_dot_product_attention"}  # in a forward that calls it
 _TORCHS = torch_functional.scaled_dot_product_attention
 _MULTI_HEAD = torch_functional.multi_head_attention_forward
+_PLAIN = {Tensor, nn.Parameter}
 _TARGET = "fusedtrain.functional.scaled_dot_product_attention"
 _SOURCE = "def forward(self, *args, **kwargs):\n    return attending(self, {}, args, kwargs)\n"
 
@@ -65,30 +69,64 @@ def _multi_head(stock: Any, drops: bool) -> Any:
     return function
 
 
+def _surroundings() -> tuple[bool, Any]:
+    """Whether gradients are recorded, and the innermost hooks of saved tensors."""
+    return torch.is_grad_enabled(), top_saved_tensors_hooks(True)
+
+
 class _Attending(TorchFunctionMode):
-    """Context in which calls of torch's attention run ours."""
+    """Context in which calls of torch's attention run ours; but within torch.utils.checkpoint in
+    the forward, which computes again in backward, where no forward is at work."""
 
     def __init__(self, drops: bool) -> None:
         super().__init__()
-        self._drops = drops
+        self._drops, self._surroundings = drops, _surroundings()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TORCHS:
+        is_one = func is _TORCHS or func is _MULTI_HEAD
+        if not is_one or not set(types) <= _PLAIN or _surroundings() != self._surroundings:
+            pass
+        elif func is _TORCHS:
             func = fused_functional.scaled_dot_product_attention if self._drops else _attention
-        elif func is _MULTI_HEAD and set(types) <= {Tensor, nn.Parameter}:
+        else:
             func = _multi_head(func, self._drops)
         return func(*args, **(kwargs or {}))
+
+
+_FILES = str(Path(torch.__file__).parent)
+
+
+def _is_patched() -> bool:
+    """Whether somebody has put functions of his own into torch.nn.functional: under a mode torch's
+    would call them twice."""
+    names = vars(torch_functional)
+    if names.get("scaled_dot_product_attention") is not _TORCHS:
+        return True
+    return any(
+        type(function) is types.FunctionType
+        and not function.__code__.co_filename.startswith(_FILES)
+        for function in names.values()
+    )
 
 
 def attending(module: nn.Module, drops: bool, args: Any, kwargs: Any) -> Any:
     """The forward of a module's class with our attention; NotImplemented where that is not faster.
     `drops`: dropout has our random numbers."""
-    input = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), None)
+    drops_now = drops and module.training
+    if not (drops_now or torch.is_grad_enabled()):
+        return NotImplemented
+    if isinstance(module, nn.MultiheadAttention) and not module.training:
+        return NotImplemented  # it may take its fast path
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    if any(t.is_nested for t in tensors) or _is_patched():
+        return NotImplemented
+    floating = filter(Tensor.is_floating_point, (*tensors, *module.parameters()))
+    input = next(floating, None)
     if input is None or not is_faster(input.device.type):
         return NotImplemented
     narrow = input.itemsize == 2 or autocast_is_on(input.device.type)
     rewritten = rewritten_of(module)
-    if rewritten is None or not (narrow or (drops and module.training)):
+    if rewritten is None or not (narrow or drops_now):
         return NotImplemented
     with _Attending(drops):
         return rewritten.stock(module, *args, **kwargs)
@@ -150,12 +188,16 @@ def find_attention(
     devices = {p.device.type for p in flow.model.parameters()}
     if not any(map(is_faster, devices)):
         return
+    callers = list(callers)
+    stay = {id(m) for m in callers if id(m) in excluded or obstacle_of(m) or is_scripted(m)}
     for module in callers:
         trace = flow.trace_of(module)
         if id(module) not in names or (trace is not None and trace.is_known):
             continue
         reason = "excluded" if id(module) in excluded else obstacle_of(module)
         reason = reason or ("scripted" if is_scripted(module) else "")
+        if not reason and any(id(part) in stay for part in module.modules()):
+            reason = "a module within it stays, and its forward would run ours, too"
         imports = {"attending": "fusedtrain.conversion:attending"}
         forward = _SOURCE.format(drops), imports
         yield Decision(

@@ -98,6 +98,7 @@ class without_dropout(TorchFunctionMode):
         fused_functional.scaled_dot_product_attention: 4,
         torch_functional.multi_head_attention_forward: 10,
     }
+    _NEVER = 2.0**-100  # drops nothing, by the same kernels, which 0 leaves for others
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,10 +112,13 @@ class without_dropout(TorchFunctionMode):
             (tensors,), inputs = args, kwargs.pop("inputs", None)
             with self:
                 return func(_edges(tensors), inputs=inputs and _edges(inputs), **kwargs)
-        if not self._lets and (place := self._PLACES.get(func)) is not None:
-            if len(args) > place:
-                return func(*args[:place], 0.0, *args[place + 1 :], **kwargs)
-            return func(*args, **(kwargs | {"dropout_p": 0.0}))
+        if not self._lets and func in self._PLACES:
+            place = self._PLACES[func]
+            if len(args) > place and args[place]:
+                args = (*args[:place], self._NEVER, *args[place + 1 :])
+            elif kwargs.get("dropout_p"):
+                kwargs = kwargs | {"dropout_p": self._NEVER}
+            return func(*args, **kwargs)
         if self._lets or func not in (*self._ALONE, *self._SUMS):
             return func(*args, **kwargs)
         input = args[0] if args else kwargs["input"]
@@ -204,6 +208,7 @@ class _Trials:
                 self.after, narrow = self._run(watched, self.stock)
                 if what := self._mistaken(narrow, self._narrow_noise):
                     return f"{what} differs under autocast by more than itself"
+            self._kept_after = self._kept(self.after)  # with dropout
         except Exception as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         factor, what = excess(self.errors, self.noise)
@@ -280,7 +285,7 @@ class _Trials:
 
     def result(self) -> Proof:
         conversion, plan = self.conversion, self.conversion.plan
-        kept = self._kept_before, self._kept(self.after)
+        kept = self._kept_before, self._kept_after
         layers = []
         for site in plan.sites:
             error = self.errors.layers.get(id(site.place), 0.0)

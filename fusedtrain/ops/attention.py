@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
 from torch.jit import is_scripting as _scripting  # type: ignore[attr-defined]
+from torch.nn import Parameter
 from torch.overrides import has_torch_function as _has_any
 
 from .. import _recompute
@@ -63,10 +64,12 @@ def _weights(
             scores = scores.masked_fill(~mask, -math.inf)
         else:
             scores = scores + mask.to(dtype)
-    weights = torch.softmax(scores, -1)
-    if mask is not None:  # a query that sees no key has the output 0
-        weights = weights.masked_fill(scores.amax(-1, keepdim=True) == -math.inf, 0.0)
-    return weights
+    if mask is None:
+        return torch.softmax(scores, -1)
+    sees_none = (
+        scores.detach().amax(-1, keepdim=True) == -math.inf
+    )  # such queries have the output 0
+    return torch.softmax(scores.masked_fill(sees_none, 0.0), -1).masked_fill(sees_none, 0.0)
 
 
 class Attention(torch.autograd.Function):
@@ -121,9 +124,11 @@ def _differentiable(ctx: Any, grad: Tensor, *saved: Any) -> list[Tensor | None]:
     """Gradients that can be differentiated, in plain torch."""
     query, key, value, mask, seed = saved
     scale, is_causal, p = ctx.settings
-    inputs = (query, key, value, mask)
-    wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad) if needed]
     with torch.enable_grad():
+        # Tensors of their own: the same one may be query and key, or one be made of another.
+        inputs: list[Any] = [None if t is None else t.view_as(t) for t in (query, key, value, mask)]
+        query, key, value, mask = inputs
+        wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad) if needed]
         weights = _weights(query, key, mask, scale, is_causal)
         if seed is not None:
             weights = weights * _dropped(torch.ones_like(weights, requires_grad=False), seed, p)
@@ -140,13 +145,22 @@ def is_faster(device_type: str) -> bool:
     return device_type in _FASTER
 
 
-def _takes(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool
-) -> bool:
-    """Whether ours runs, and is faster."""
-    if not (fits(query, key, value) and query.dim() > 2 and query.numel() and value.numel()):
+def _gains(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float) -> bool:
+    """Whether ours is faster, if it takes the tensors."""
+    if not (is_faster(query.device.type) and 0.0 <= p < 1.0):
         return False
-    if not is_faster(query.device.type) or not 0.0 <= p < 1.0:
+    if not (query.dim() == key.dim() == value.dim() > 2):
+        return False
+    if p > 0:
+        return True
+    narrow = query.itemsize == 2 and mkldnn_takes(query.dtype)
+    longest = max(query.shape[-2], key.shape[-2])
+    return narrow and longest <= _LONGEST and needs_grad(query, key, value, mask)
+
+
+def _takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether ours takes the tensors."""
+    if not (fits(query, key, value) and query.numel() and value.numel()):
         return False
     queries, keys = query.shape[-2], key.shape[-2]
     if not (
@@ -161,12 +175,11 @@ def _takes(
         sizes = zip(reversed(mask.shape), reversed(shape))
         if is_causal or not fitting or kind not in (torch.bool, query.dtype):
             return False
-        if mask.dim() > query.dim() or any(size not in (1, whole) for size, whole in sizes):
+        if not 2 <= mask.dim() <= query.dim():
             return False
-    if p > 0:
-        return True
-    narrow = query.itemsize == 2 and mkldnn_takes(query.dtype)
-    return narrow and max(queries, keys) <= _LONGEST and needs_grad(query, key, value, mask)
+        if any(size not in (1, whole) for size, whole in sizes):
+            return False
+    return True
 
 
 def _in_autocast(*tensors: Any) -> list[Any]:
@@ -215,21 +228,28 @@ def scaled_dot_product_attention(
         )
     tensors = (query, key, value, attn_mask)
     if _has_any(tensors):
+        if any(isinstance(t, Tensor) and type(t) not in (Tensor, Parameter) for t in tensors):
+            return torch_functional.scaled_dot_product_attention(  # which their class knows
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                enable_gqa=enable_gqa,
+            )  # fmt: skip
         return _handle(
             scaled_dot_product_attention, tensors, query, key, value, attn_mask=attn_mask,
             dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
     q, k, v, mask = _in_autocast(*tensors) if autocasts(query) else tensors
-    if enable_gqa and q.dim() > 2 and q.dim() == k.dim() == v.dim():
+    gains = all(isinstance(t, Tensor) for t in (q, k, v)) and _gains(q, k, v, mask, dropout_p)
+    if gains and enable_gqa:
         heads = q.shape[-3]
         if k.shape[-3] == v.shape[-3] and k.shape[-3] and heads % k.shape[-3] == 0:
             k, v = (t.repeat_interleave(heads // t.shape[-3], -3) for t in (k, v))
-    if not _takes(q, k, v, mask, dropout_p, is_causal):
+    if not (gains and _takes(q, k, v, mask, is_causal)):
         return torch_functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     output: Tensor = _apply(q, k, v, mask, (factor, is_causal, dropout_p))
-    if dropout_p == 0.0 and output.dim() == 4:  # the layout of torch's kernel
+    # Torch's kernel has the query's layout.
+    if dropout_p == 0.0 and q.dim() == 4 and q.stride(1) < q.stride(2) and not needs_grad(mask):
         output = output.transpose(1, 2).contiguous().transpose(1, 2)
     return output

@@ -264,6 +264,100 @@ def test_checkpoint_and_plans() -> None:
         torch.testing.assert_close(got, want)
 
 
+class Checkpointed(Attention):
+    """Its own forward computes attention again in backward, where no forward is at work: such
+    attention is torch's."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        again = super().forward
+        return torch.utils.checkpoint.checkpoint(again, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_within_the_forward(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    stock, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(reentrant)), batch()
+    model = copy.deepcopy(stock)
+    fusedtrain.convert(model, x, dropout="fused")
+    results = []
+    for net in (stock, model):
+        torch.manual_seed(3)
+        y = net(x)
+        y.square().sum().backward()
+        results.append([y, *(p.grad for p in net.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def test_a_part_that_is_excluded_keeps_its_numbers() -> None:
+    class Outer(Attention):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(self.inner(x), mask)
+
+    model, x = nn.Sequential(Outer()), batch()
+    report = fusedtrain.convert(model, x, dropout="fused", exclude=["0.inner"])
+    assert {left.name for left in report.left} == {"0", "0.inner"}
+    assert not is_ours(model(x))
+
+
+def test_patched_functions_of_torch_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, calls = nn.Sequential(MultiHead()), batch(), 0
+    fusedtrain.convert(model, x, dropout="fused")
+    stock = T.multi_head_attention_forward
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(T, "multi_head_attention_forward", patched)
+    assert not is_ours(model(x))
+    assert calls == 1
+
+
+class Edits(Attention):
+    """Torch keeps a scaled copy of the query, ours the query."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (t * 1.0 for t in self.qkv(x[: int(x.shape[0])]).chunk(3, -1))
+        p = self.p if self.training else 0.0
+        y = T.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], dropout_p=p)
+        return self.out(y[:, 0] + q.mul_(2))
+
+
+def test_a_query_that_is_edited_later_is_left() -> None:
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Edits(), MultiHead()), batch()
+    report = fusedtrain.convert(model, x, dropout="fused")
+    assert [left.name for left in report.left] == ["1"]
+    model(x).sum().backward()
+
+
+def test_a_wrong_attention_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison, without dropout, runs ours, in float32, too."""
+    right = attention._weights
+    monkeypatch.setattr(attention, "_weights", lambda *args: right(*args) * 1.01)
+    report = fusedtrain.convert(nn.Sequential(Attention(), Traced()), batch(), dropout="fused")
+    assert not report.converted
+    assert "scaled_dot_product_attention" not in [call.activation for call in report.calls]
+
+
+def test_the_precision_of_a_forward_of_indices() -> None:
+    class Embeds(Attention):
+        def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+            return super().forward(T.one_hot(ids, WIDTH).to(self.out.weight.dtype), mask)
+
+    model, ids = nn.Sequential(Embeds(0.0)).bfloat16(), torch.randint(WIDTH, (2, 6))
+    fusedtrain.convert(model, ids)
+    assert is_ours(model(ids))
+
+
 def test_torch_compile_and_export_see_torchs() -> None:
     model, x = nn.Sequential(MultiHead(), Attention()).eval(), batch()
     want = model(x)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as T
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 import fusedtrain
@@ -130,6 +131,59 @@ def test_first_and_second_derivatives(kind: str, p: float) -> None:
     wanted = (*tensors, mask) if trained else tensors
     assert torch.autograd.gradcheck(function, wanted, fast_mode=True)
     assert torch.autograd.gradgradcheck(function, wanted, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["one tensor", "a key made of the query", "a mask of the query"])
+def test_gradients_with_a_graph_of_inputs_that_depend_on_each_other(kind: str) -> None:
+    x = inputs(torch.float64)[1].detach().requires_grad_()
+    results = []
+    for with_graph in (False, True):
+        tensors: Any = [x, x, x]
+        mask = None
+        if kind == "a key made of the query":
+            tensors[1] = x.sin()
+        elif kind == "a mask of the query":
+            mask = x.sum(-1, keepdim=True) * torch.ones(KEYS, dtype=torch.float64)
+        torch.manual_seed(1)
+        y = F.scaled_dot_product_attention(*tensors, mask, 0.3)
+        grad = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view_as(y)
+        results += torch.autograd.grad(y, x, grad, create_graph=with_graph)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_a_row_of_a_float_mask_that_sees_nothing(with_graph: bool) -> None:
+    tensors = inputs()
+    mask = torch.zeros(QUERIES, KEYS)
+    mask[1] = -math.inf
+    y = F.scaled_dot_product_attention(*tensors, mask, 0.2)
+    assert (y[:, :, 1] == 0).all()
+    gradients = torch.autograd.grad(y.square().sum(), tensors, create_graph=with_graph)
+    assert all(g.isfinite().all() for g in gradients)
+    assert (gradients[0][:, :, 1] == 0).all()
+
+
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("trained", [True, False])
+def test_layouts_are_torchs(transposed: bool, trained: bool) -> None:
+    shape = (2, 5, 3, 8) if transposed else (2, 3, 5, 8)
+    q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
+    if transposed:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = torch.zeros(5, 5).bfloat16().requires_grad_(trained)
+    tensors = [t.detach().requires_grad_() for t in (q, k, v)]
+    want = T.scaled_dot_product_attention(*tensors, mask)
+    got = F.scaled_dot_product_attention(*tensors, mask)
+    assert got.stride() == want.stride()
+
+
+def test_masks_of_a_class_of_their_own() -> None:
+    q, k, v = inputs()
+    mask = causal_lower_right(QUERIES, KEYS)
+    y = F.scaled_dot_product_attention(q, k, v, mask)
+    assert type(y) is Tensor
+    torch.testing.assert_close(y, T.scaled_dot_product_attention(q, k, v, mask))
 
 
 def test_gradients_of_some_inputs_alone() -> None:
