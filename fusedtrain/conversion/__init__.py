@@ -180,7 +180,7 @@ def convert(
             "is done to it, or run it within fusedtrain.recompute()"
         )
     original_of(model, "convert")  # warns; names are those of `model`, with its _orig_mod
-    # A plan has the bits of "store", and recomputes torch's layer norms.
+    # A plan recomputes torch's layer norms by itself.
     kinds = dropout == "fused", memory == "recompute" and plan is None
     entries, excluded = find_classes(model, exclude, *kinds)
     conversion = Conversion(model, entries, excluded, memory, *kinds)

@@ -26,6 +26,7 @@ from .._graph.modules import has_own_forward, is_container, is_scripted
 from .._graph.names import mentioned, outside
 from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
+from ..ops.row_norm import torch_layer_norm
 from ..reference.pointwise import INDEX, POINTWISE
 from ._algebra import TELLING, is_clamp_of_relu
 from ._attention import WORDS as OF_ATTENTION, is_attention
@@ -61,6 +62,7 @@ _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _AMBIGUOUS = {"threshold"}  # the name of many things
 _NAMES = {row.name for row in POINTWISE} - _AMBIGUOUS | set(OTHERS.values())
 _NAMES -= {"layer_norm", "rms_norm"}
+_WRITTEN = {"layer_norm": torch_layer_norm}
 _WORDS = _NAMES | TELLING | {f"{name}_" for name in _NAMES}
 _WORDS |= {"rms_norm"} | OF_ROW_NORMS | OF_ATTENTION
 
@@ -160,7 +162,7 @@ class ActivationCall(Unit):
         if match.root.op == "call_method":
             args, kwargs = fx.node.map_arg((match.root.args, match.root.kwargs), copy.of)
             return graph.call_function(method, (args[0], str(match.root.target), *args[1:]), kwargs)
-        function = getattr(fused_functional, match.name)
+        function = _WRITTEN.get(match.name) or getattr(fused_functional, match.name)
         parameters = {key: copy.of(value) for key, value in match.parameters.items()}
         return graph.call_function(function, (input,), parameters)
 

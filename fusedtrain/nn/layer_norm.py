@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from .. import functional as F
+from ..ops.row_norm import torch_layer_norm
 
 
 class LayerNorm(nn.LayerNorm):
-    """:class:`torch.nn.LayerNorm` whose output need not be kept: within
-    :class:`fusedtrain.recompute` backward computes it again; see
-    :func:`fusedtrain.functional.layer_norm`.
+    """:class:`torch.nn.LayerNorm` by torch's kernel. Its output need not be kept: within
+    :class:`fusedtrain.recompute` backward computes it again.
 
     Example:
         >>> import torch
@@ -25,9 +25,7 @@ class LayerNorm(nn.LayerNorm):
             return nn.functional.layer_norm(
                 input, self.normalized_shape, self.weight, self.bias, self.eps
             )
-        shape: Any = self.normalized_shape
-        output: Any = F.layer_norm(input, shape, self.weight, self.bias, self.eps)
-        return output
+        return torch_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -133,8 +133,6 @@ _LEAST = {
 
 
 def _gains(kind: str, input: Tensor) -> bool:
-    if _recompute.scope() is not None:  # which keeps none of torch's outputs less
-        return True
     narrow, other = _LEAST.get((input.device.type, kind), (0, 0))
     return input.numel() >= (narrow if input.itemsize == 2 else other)
 
@@ -287,8 +285,9 @@ def _last_dims(
     casts = autocasts(input, "cuda") and input.dtype is not torch.float32
     if not casts and _is_shape(shape, input):
         dims, kind = input.dim(), "layer_norm" if centered else "rms_norm"
-        gains = _gains(kind if residual is None else f"{kind}, residual", input)
-        if gains and _takes(input, residual, weight, bias, tuple(shape), centered):
+        kind = kind if residual is None else f"{kind}, residual"
+        takes = _takes(input, residual, weight, bias, tuple(shape), centered)
+        if takes and _gains(kind, input):
             x = input.contiguous()
             epsilon = _default_eps(x.dtype) if eps is None else eps
             return _run(x, residual, weight, bias, dims - len(shape), dims - 1, epsilon, centered)
@@ -298,6 +297,25 @@ def _last_dims(
     else:
         output = torch_functional.rms_norm(total, shape, weight, eps)
     return output if residual is None else (output, total)
+
+
+def _torchs(input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
+    shape, eps, widens = rest
+    if widens:  # as autocast on CUDA does
+        input, weight, bias = (None if t is None else t.float() for t in (input, weight, bias))  # type: ignore[assignment]
+    return torch_functional.layer_norm(input, shape, weight, bias, eps)
+
+
+def torch_layer_norm(
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None,
+    bias: Tensor | None = None, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """Torch's layer norm, whose output backward computes again within fusedtrain.recompute."""
+    output = torch_functional.layer_norm(input, normalized_shape, weight, bias, eps)
+    if fits(input) and output.requires_grad and (scope := _recompute.scope()) is not None:
+        widens = autocasts(input, "cuda")
+        scope.tag(output, _torchs, (input, weight, bias), (tuple(normalized_shape), eps, widens))
+    return output
 
 
 def layer_norm_channels(
@@ -323,8 +341,8 @@ def layer_norm_channels(
             return _handle(layer_norm_channels, (input, weight, bias), input, weight, bias, eps)
         casts = autocasts(input, "cuda") and input.dtype is not torch.float32
         kind = "layer_norm" if input.stride(1) == 1 else "layer_norm_channels"
-        gains = not casts and _gains(kind, input)
-        if gains and _takes(input, None, weight, bias, (input.size(1),), True):
+        takes = not casts and _takes(input, None, weight, bias, (input.size(1),), True)
+        if takes and _gains(kind, input):
             x = input if has_torch_layout(input) else in_torch_layout(input)
             output: Tensor = _run(x, None, weight, bias, 1, 1, eps, True)
             return output

@@ -61,9 +61,10 @@ def test_launches(tmp_path: Path) -> None:
 
 
 def test_import_leaves_triton_alone() -> None:
-    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling, convolutions, rows.
+    # Other ops: optimizers, norms, folding, chains, few bits, images, pooling, convolutions,
+    # rows, groups.
     activations = sum(2 if row.tensors else 3 for row in ACTIVATIONS.values())
-    ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2 + 2 + 2
+    ops = activations + 5 + 8 + 2 + 8 + 3 + 1 + 2 + 2 + 2 + 3
     code = (
         "import sys, torch, fusedtrain, fusedtrain.triton as t;"
         "t.register(torch.library.Library('fusedtrain', 'IMPL'), 'XPU');"
