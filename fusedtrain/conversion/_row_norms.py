@@ -88,7 +88,7 @@ def _resolved(dtypes: tuple[Any, ...], input: Tensor, weight: Tensor | None) -> 
 def rms_norm_of(trace: Trace, graph: fx.Graph) -> RmsNorm | None:
     """The RMS norm that a graph is, and nothing else."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    root = next(reversed(graph.nodes)).args[0]
+    root = next(iter(reversed(graph.nodes))).args[0]
     if len(inputs) != 1 or not isinstance(root, fx.Node):
         return None
     known = {inputs[0]: _Value(("x",), frozenset({"x"}))}

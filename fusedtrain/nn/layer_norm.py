@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from .. import functional as F
+from .._graph.fx import module_call
 from ..ops.row_norm import torch_layer_norm
 
 
@@ -25,6 +26,10 @@ class LayerNorm(nn.LayerNorm):
             return nn.functional.layer_norm(
                 input, self.normalized_shape, self.weight, self.bias, self.eps
             )
+        if isinstance(input, fx.Proxy):
+            call = module_call(input)
+            if call is not None:
+                return call
         return torch_layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
