@@ -103,3 +103,11 @@ def scripted_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
         if is_scripted(module) and id(module) not in inside:
             inside.update(id(m) for m in module.modules())
             yield name, str(getattr(module, "original_name", type(module).__name__))
+
+
+def names_of(model: nn.Module) -> dict[int, list[str]]:
+    """All names that each module goes by, by its id."""
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(id(module), []).append(name)
+    return names

@@ -23,7 +23,7 @@ from .._calls import autocast_is_on
 from .._graph.flow import Flow
 from .._graph.forward import Rewritten, obstacle_of, rewritten_of
 from .._graph.hooks import observing
-from .._graph.modules import is_scripted
+from .._graph.modules import is_scripted, names_of
 from .._torch_private import top_saved_tensors_hooks
 from ..ops.attention import is_faster
 from ._classes import Decision
@@ -36,19 +36,23 @@ _TARGET = "fusedtrain.functional.scaled_dot_product_attention"
 _SOURCE = "def forward(self, *args, **kwargs):\n    return attending(self, {}, args, kwargs)\n"
 
 
+def _dropout_p(args: Any, kwargs: Any) -> Any:
+    return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+
+
 def is_attention(node: fx.Node, drops: bool) -> bool:
     """Whether a call is one of torch's attention that ours can take the place of. `drops`: also
     with dropout, whose random numbers are ours then."""
     if node.op != "call_function" or node.target is not _TORCHS:
         return False
-    p = node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    p = _dropout_p(node.args, node.kwargs)
     return drops or (isinstance(p, (int, float)) and p == 0)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
     """Ours but for dropout, whose random numbers stay torch's."""
-    p = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-    function = fused_functional.scaled_dot_product_attention if p == 0 else _TORCHS
+    drops = _dropout_p(args, kwargs) != 0
+    function = _TORCHS if drops else fused_functional.scaled_dot_product_attention
     return function(*args, **kwargs)
 
 
@@ -182,9 +186,7 @@ def find_attention(
     flow: Flow, callers: Iterable[nn.Module], excluded: set[int], drops: bool
 ) -> Iterator[Decision]:
     """A decision for each caller whose calls are not seen in a trace."""
-    names: dict[int, list[str]] = {}
-    for name, module in flow.model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
+    names = names_of(flow.model)
     devices = {p.device.type for p in flow.model.parameters()}
     if not any(map(is_faster, devices)):
         return

@@ -22,7 +22,7 @@ from .. import functional as fused_functional
 from .._graph.flow import Flow, Trace
 from .._graph.forward import record_of
 from .._graph.guards import Guards, looked_at
-from .._graph.modules import has_own_forward, is_container, is_scripted
+from .._graph.modules import has_own_forward, is_container, is_scripted, names_of
 from .._graph.names import mentioned, outside
 from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
@@ -236,9 +236,7 @@ def _called(
 
 def find_modules(flow: Flow, known: set[int]) -> Iterator[Decision]:
     """Modules that are one activation and can be given its class; `known` are others."""
-    names: dict[int, list[str]] = {}
-    for name, module in flow.model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
+    names = names_of(flow.model)
     for module in flow.model.modules():
         if id(module) in known:
             continue
