@@ -210,6 +210,63 @@ __device__ __forceinline__ bool within(I place, I size) {
   return place >= 0 && place < size;
 }
 
+// The rows of a plane that a thread's tile sees, P::kAhead of them under way together.
+template <class P, class S>
+struct Window {
+  static constexpr int kRows = P::Rows::kSources, kColumns = P::Columns::kSources;
+  const S* line;
+  int32_t first_row, rows, step;
+  bool exists[kColumns];
+  S loaded[P::kAhead][kColumns];
+
+  __device__ __forceinline__ Window(const S* plane, const int32_t (&size)[3], int32_t row,
+                                    int32_t column)
+      : first_row(row), rows(size[1]), step(size[2]) {
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) exists[c] = within(column + c, size[2]);
+    // Rows outside are loaded from the nearest one, and left out of the sums: so loads depend on
+    // the conditions of columns alone.
+    // equal (<= for <): the same row
+    const int32_t begin = row < 0 ? 0 : (row < rows - 1 ? row : rows - 1);
+    line = plane + begin * step + column;
+#pragma unroll
+    for (int q = 0; q < P::kAhead - 1; ++q) load(q);
+  }
+
+  __device__ __forceinline__ void load(int q) {
+    // equal (> for >=): nobody reads the row
+    if (q >= kRows) return;
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c)
+      loaded[q % P::kAhead][c] = exists[c] ? line[c] : store_one<S>(0);
+    if (within(first_row + q, rows - 1)) line += step;
+  }
+
+  // add(p, j, k, t, value) for each output [p, j] of the tile and each tap [k, t] of it.
+  template <class F>
+  __device__ __forceinline__ void walk(F add) {
+#pragma unroll
+    for (int q = 0; q < kRows; ++q) {
+      load(q + P::kAhead - 1);
+      if (!within(first_row + q, rows)) continue;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const auto value = load_one(loaded[q % P::kAhead][c]);
+#pragma unroll
+        for (int p = 0; p < P::kTile.rows; ++p) {
+          const int k = P::Rows::tap(p, q);
+          if (k < 0 || k >= P::kTaps) continue;
+#pragma unroll
+          for (int j = 0; j < P::kTile.columns; ++j) {
+            const int t = P::Columns::tap(j, c);
+            if (t >= 0 && t < P::kTaps) add(p, j, k, t, value);
+          }
+        }
+      }
+    }
+  }
+};
+
 // Weights as a thread reads them: its channel's, or (wide) those of a block's channels, laid out in
 // shared memory as taps x channels, with a vector between two taps: they are in different banks.
 // All threads of a block must make one.

@@ -24,18 +24,11 @@ template <class S, class P>
 __global__ void __launch_bounds__(kThreads, kTileBlocks) planes_kernel(const Walk<int32_t> w) {
   using I = int32_t;
   using T = typename Compute<S>::T;
-  using Rows = typename P::Rows;
-  using Columns = typename P::Columns;
   constexpr int kTaps = P::kTaps;
   const Thread<S, false, I> thread(w);
   if (!thread.exists) return;
   const Spot<I> to = Spot<I>::template make<false>(w, thread.at, 0);
   const I top = to.strip * P::kTile.rows - w.shift, left = to.column * P::kTile.columns - w.side;
-  const I first_row = Rows::source(top, w.pad[1]), first_column = Columns::source(left, w.pad[2]);
-  bool exists[Columns::kSources];
-#pragma unroll
-  for (int c = 0; c < Columns::kSources; ++c) exists[c] = within(first_column + c, w.from[2]);
-
   const T bias = first_sum<Vec<S, false>, S>(w, to.channel).lane[0];
   const S* const taps = static_cast<const S*>(w.weight) + to.channel * (kTaps * kTaps);
   T weight[kTaps][kTaps];
@@ -47,47 +40,11 @@ __global__ void __launch_bounds__(kThreads, kTileBlocks) planes_kernel(const Wal
 #pragma unroll
     for (int j = 0; j < P::kTile.columns; ++j) sum[p][j] = bias;
 
-  // Rows outside are loaded from the nearest one, and left out of the sums: so loads depend on the
-  // conditions of columns alone.
-  const I last_row = w.from[1] - 1;
-  // equal (<= for <): the same row
-  const I begin = first_row < 0 ? 0 : (first_row < last_row ? first_row : last_row);
   const Volume<const S, I> from(static_cast<const S*>(w.source), false, to.sample, w.from_channels,
                                 w.by_multiplier.quotient(to.channel), w.from);
-  const S* line = from.at(to.depth, begin, first_column);
-  S rows[P::kAhead][Columns::kSources];
-  const auto load_row = [&](int q) {
-    // equal (> for >=): nobody reads the row
-    if (q >= Rows::kSources) return;
-#pragma unroll
-    for (int c = 0; c < Columns::kSources; ++c)
-      rows[q % P::kAhead][c] = exists[c] ? line[c] : store_one<S>(0);
-    if (within(first_row + q, last_row)) line += w.from[2];
-  };
-  const auto add_row = [&](int q) {
-    if (!within(first_row + q, w.from[1])) return;
-#pragma unroll
-    for (int c = 0; c < Columns::kSources; ++c) {
-      const T value = load_one(rows[q % P::kAhead][c]);
-#pragma unroll
-      for (int p = 0; p < P::kTile.rows; ++p) {
-        const int k = Rows::tap(p, q);
-        if (k < 0 || k >= kTaps) continue;
-#pragma unroll
-        for (int j = 0; j < P::kTile.columns; ++j) {
-          const int x = Columns::tap(j, c);
-          if (x >= 0 && x < kTaps) sum[p][j] += weight[k][x] * value;
-        }
-      }
-    }
-  };
-#pragma unroll
-  for (int q = 0; q < P::kAhead - 1; ++q) load_row(q);
-#pragma unroll
-  for (int q = 0; q < Rows::kSources; ++q) {
-    load_row(q + P::kAhead - 1);
-    add_row(q);
-  }
+  Window<P, S> window(from.at(to.depth, 0, 0), w.from, P::Rows::source(top, w.pad[1]),
+                      P::Columns::source(left, w.pad[2]));
+  window.walk([&](int p, int j, int k, int t, T value) { sum[p][j] += weight[k][t] * value; });
 
   const Volume<S, I> target(static_cast<S*>(w.target), false, to.sample, w.channels, to.channel,
                             w.to);

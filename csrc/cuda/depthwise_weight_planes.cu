@@ -100,8 +100,6 @@ struct Step {
 template <class P, class S, class T>
 __device__ __forceinline__ void add_step(const PlanesWalk& w, int32_t channel, int32_t step,
                                          T (&sum)[P::kTaps][P::kTaps], T& bias) {
-  using Rows = typename P::Rows;
-  using Columns = typename P::Columns;
   const Step<S, P> s(w, channel, step);
   S packed[P::kTile.rows][P::kTile.columns];
 #pragma unroll
@@ -109,25 +107,7 @@ __device__ __forceinline__ void add_step(const PlanesWalk& w, int32_t channel, i
 #pragma unroll
     for (int j = 0; j < P::kTile.columns; ++j)
       packed[p][j] = p < s.rows && j < s.columns ? s.grad[p * w.out[2] + j] : store_one<S>(0);
-  bool exists[Columns::kSources];
-#pragma unroll
-  for (int c = 0; c < Columns::kSources; ++c) exists[c] = within(s.first_column + c, w.in[2]);
-  // Rows outside are loaded from the nearest one, and left out of the sums.
-  const int32_t last_row = w.in[1] - 1;
-  // equal (<= for <): the same row
-  const int32_t begin = s.first_row < 0 ? 0 : (s.first_row < last_row ? s.first_row : last_row);
-  const S* line = s.x + begin * w.in[2] + s.first_column;
-  S rows[P::kAhead][Columns::kSources];
-  const auto load_row = [&](int q) {
-    // equal (> for >=): nobody reads the row
-    if (q >= Rows::kSources) return;
-#pragma unroll
-    for (int c = 0; c < Columns::kSources; ++c)
-      rows[q % P::kAhead][c] = exists[c] ? line[c] : store_one<S>(0);
-    if (within(s.first_row + q, last_row)) line += w.in[2];
-  };
-#pragma unroll
-  for (int q = 0; q < P::kAhead - 1; ++q) load_row(q);
+  Window<P, S> window(s.x, w.in, s.first_row, s.first_column);
   T g[P::kTile.rows][P::kTile.columns];
 #pragma unroll
   for (int p = 0; p < P::kTile.rows; ++p)
@@ -136,28 +116,7 @@ __device__ __forceinline__ void add_step(const PlanesWalk& w, int32_t channel, i
       g[p][j] = load_one(packed[p][j]);
       bias += g[p][j];
     }
-  const auto add_row = [&](int q) {
-    if (!within(s.first_row + q, w.in[1])) return;
-#pragma unroll
-    for (int c = 0; c < Columns::kSources; ++c) {
-      const T value = load_one(rows[q % P::kAhead][c]);
-#pragma unroll
-      for (int p = 0; p < P::kTile.rows; ++p) {
-        const int k = Rows::tap(p, q);
-        if (k < 0 || k >= P::kTaps) continue;
-#pragma unroll
-        for (int j = 0; j < P::kTile.columns; ++j) {
-          const int t = Columns::tap(j, c);
-          if (t >= 0 && t < P::kTaps) sum[k][t] += g[p][j] * value;
-        }
-      }
-    }
-  };
-#pragma unroll
-  for (int q = 0; q < Rows::kSources; ++q) {
-    load_row(q + P::kAhead - 1);
-    add_row(q);
-  }
+  window.walk([&](int p, int j, int k, int t, T value) { sum[k][t] += g[p][j] * value; });
 }
 
 // The sum of one tap, of gradients and inputs that exist alone.
