@@ -336,7 +336,7 @@ class _Model:
         example = attempt(lambda: _example(self.module, *arguments), None)
         if example is None:
             return
-        counts = attempt(lambda: _trials.fusable(self.module, example), (0, 0, 0, 0, 0))
+        counts = attempt(lambda: _trials.fusable(self.module, example), ("", 0, 0, 0, 0))
         if any(counts):
             model = Fusable(type(self.module).__name__, self.site, *counts)
             autocast = self.watch.calls.autocast.most_common(1)

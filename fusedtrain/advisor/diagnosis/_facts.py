@@ -106,13 +106,13 @@ class Evaluation:
 
 @dataclass
 class Fusable:
-    """Changes that `convert` would make in a model; bytes are kept for backward. `passes`: seconds
-    of forward and backward "now", with `memory` and with "dropout" fused, and how many times faster
-    that is at least."""
+    """Changes that `convert` would make in a model: `changed` names what it fuses; bytes are kept
+    for backward. `passes`: seconds of forward and backward "now", with `memory` and with "dropout"
+    fused, and how many times faster that is at least."""
 
     type: str
     site: Site | None
-    changed: int
+    changed: str
     before: int
     store: int
     recompute: int

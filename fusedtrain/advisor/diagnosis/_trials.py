@@ -8,6 +8,7 @@ import functools
 import inspect
 import mmap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from statistics import median
@@ -199,22 +200,30 @@ def _twin(cls: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -
     return cls(groups, **defaults)
 
 
-def fusable(model: nn.Module, example: Any) -> tuple[int, int, int, int, int]:
-    """Parts that `convert` would change, the bytes kept before, with "store", "recompute", and
-    those of dropout's masks."""
+def fusable(model: nn.Module, example: Any) -> tuple[str, int, int, int, int]:
+    """What `convert` would fuse, the bytes kept before, with "store", "recompute", and those of
+    dropout's masks."""
     reports: list[ConversionReport] = []
     for memory in ("store", "recompute"):
         report = convert(model, example, memory=memory, dry_run=True)
-        units = [*report.products, *report.branches, *report.calls, *report.group_norms]
-        changed = len(report) + len(units)
+        changed = _kinds(report)
         if report.proof is None or not (changed or report.proof.masks):
-            return 0, 0, 0, 0, 0
+            return "", 0, 0, 0, 0
         reports.append(report)
     store, recompute = (report.proof for report in reports)
     assert store is not None
     assert recompute is not None
     saved = store.saved_before, store.saved_after, recompute.saved_after
     return changed, *saved, store.masks
+
+
+def _kinds(report: ConversionReport) -> str:
+    """The kinds of layers and calls that were fused, most frequent first, and how often."""
+    layers = [*report.converted, *report.norms, *report.group_norms]
+    counts = Counter(layer.source.rpartition(".")[2] for layer in layers)
+    counts.update(call.activation for call in (*report.products, *report.calls))
+    counts.update({"sum of a residual branch": len(report.branches)})
+    return ", ".join(f"{count} x {kind}" for kind, count in (+counts).most_common())
 
 
 def pass_seconds(

@@ -142,10 +142,19 @@ def test_silence_where_little_is_saved() -> None:
     assert not found
 
 
-@pytest.mark.parametrize("name", ["GPT", "BERT", "MobileNet", "ResNet"])
-def test_networks_of_norms_and_activations(name: str) -> None:
-    """Bytes are the cost; the time of both ways is told, and is no gain."""
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("GPT", "5 x LayerNorm, 2 x GELU, 2 x Attention"),
+        ("BERT", "5 x LayerNorm, 2 x GELU, 2 x Attention"),
+        ("MobileNet", "7 x BatchNorm2d, 5 x Hardswish, 2 x Conv2d"),
+        ("ResNet", "7 x BatchNorm2d, 4 x ReLU"),
+    ],
+)
+def test_networks_of_norms_and_activations(name: str, fused: str) -> None:
+    """The layers are named, bytes are the cost; the time of both ways is told, and is no gain."""
     (finding,), (model,) = examined(name)
+    assert finding.evidence.startswith(f"`convert` would fuse {fused} in ")
     assert finding.cost.seconds is None
     assert finding.cost.bytes == model.before - model.recompute >= 0.25 * model.before
     assert str(finding.cost).endswith(" kept for backward")
@@ -188,7 +197,7 @@ def test_the_trial_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_way_that_gains() -> None:
     """A quarter of the bytes goes before time; a mode that is slower is not asked for."""
-    fusable = Fusable("Net", Site(__file__, 1, "main"), 9, 1000, 990, 900)
+    fusable = Fusable("Net", Site(__file__, 1, "main"), "9 x SiLU", 1000, 990, 900)
 
     def remedies(**changes: Any) -> list[str]:
         facts = RunFacts(steps=6, timed=3, step=10e-3, fusable=[replace(fusable, **changes)])

@@ -177,7 +177,7 @@ def test_every_kind_is_timed(layer: Any, shape: tuple[int, ...], dtype: torch.dt
 def test_convert_is_asked_for_once() -> None:
     """Beside `convert-fuses`, of the same model, the remedy points there and has no change."""
     slow = Depthwise("Net", LINE, 3, "block.0 (8x16x28x28)", now=5e-3, converted=2e-3)
-    fusable = Fusable("Net", LINE, 9, 1000, 500, 500)
+    fusable = Fusable("Net", LINE, "9 x SiLU", 1000, 500, 500)
     facts = RunFacts(steps=6, timed=3, step=10e-3, depthwise=[slow], fusable=[fusable])
 
     def remedies(facts: RunFacts) -> dict[str, tuple[str, bool]]:
