@@ -91,17 +91,17 @@ def _combinations(case: pytest.Item) -> set[Any]:
     if spec is None:
         return set()
     names = _IMPLEMENTATIONS.intersection(spec.id.split("-"))
-    values = {(name, _key(value, spec.indices[name])) for name, value in spec.params.items()}
+    values = {(name, _key(value)) for name, value in spec.params.items()}
     return values | {(name, value) for name in names for value in values}
 
 
-def _key(value: Any, index: int) -> Any:
-    """A value's identity in each process: itself where it is plain, else its place in the list."""
+def _key(value: Any) -> Any:
+    """Equal for the same value in all cases of a test."""
     if isinstance(value, tuple):
-        return tuple(_key(v, index) for v in value)
+        return tuple(map(_key, value))
     if type(value).__module__ == "torch":  # a dtype, a layout
         return str(value)
-    return value if isinstance(value, _PLAIN) else f"value {index}"
+    return value if isinstance(value, _PLAIN) else id(value)
 
 
 def _git(*arguments: str) -> str:

@@ -18,11 +18,7 @@ def items(function: str, **values: list[Any]) -> list[Any]:
     cases = []
     for row in itertools.product(*values.values()):
         params = dict(zip(values, row, strict=True))
-        spec = SimpleNamespace(
-            params=params,
-            id="-".join(map(str, row)),
-            indices={name: values[name].index(value) for name, value in params.items()},
-        )
+        spec = SimpleNamespace(params=params, id="-".join(map(str, row)))
         nodeid = f"{function}[{spec.id}]"
         cases.append(SimpleNamespace(nodeid=nodeid, **({"callspec": spec} if params else {})))
     return [Hashed(case) for case in cases]
@@ -47,12 +43,12 @@ def chosen_params(cases: list[Any]) -> list[dict[str, Any]]:
 
 def test_each_value_meets_each_implementation() -> None:
     names = list("abcdefgh")
-    cases = items("f", ops=["cpu", "emulated", "triton"], name=names, dtype=[16, 32])
+    cases = items("f", ops=["cpu", "emulated", "triton"], name=names, dtype=[[16], [32]])
     chosen = chosen_params(cases)
     assert {(p["ops"], p["name"]) for p in chosen} == set(
         itertools.product(["cpu", "emulated", "triton"], names)
     )
-    assert {(p["ops"], p["dtype"]) for p in chosen} == set(
+    assert {(p["ops"], *p["dtype"]) for p in chosen} == set(
         itertools.product(["cpu", "emulated", "triton"], [16, 32])
     )
     assert len(chosen) <= 26  # of 48
