@@ -132,8 +132,9 @@ def trace(
                 result.add(*trace_once(module, Choices(), modes[0], {}))
                 return result
             nullable = _nullable(module, modes[0])
-            usually = _trace_usual(module, modes, nullable) if usual else None
-            return usually or _trace_all(module, optional_of(forward, nullable), modes)
+            found = _Plain(module, optional_of(forward, nullable), modes)
+            usually = _trace_usual(module, modes, nullable, found) if usual else None
+            return usually or _trace_all(module, modes, found)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -155,12 +156,10 @@ class _Modes:
                 yield mode
 
 
-def _trace_all(
-    module: nn.Module, optional: dict[str, Any] | None, modes: tuple[Mode, ...]
-) -> Trace:
-    result, error = Trace(module), None
-    plain: dict[Mode, tuple[fx.Graph, Tracer]] = {}  # the first way of a mode
-    if _is_indifferent(module, optional, modes, plain, result.reads):
+def _trace_all(module: nn.Module, modes: tuple[Mode, ...], found: _Plain) -> Trace:
+    result, error, optional = Trace(module), None, found.optional
+    result.reads.update(found.reads)
+    if found.indifferent:
         optional = {}
     else:
         result.inexact = "its forward has optional arguments"
@@ -179,7 +178,7 @@ def _trace_all(
                     raise RuntimeError("its forward has too many branches")
                 choices = Choices(pending.pop())
                 try:
-                    again = plain.pop(mode, None) if not (choices.forced or defaults) else None
+                    again = found.ways.pop(mode, None) if not (choices.forced or defaults) else None
                     traced, tracer = again or trace_once(module, choices, mode, defaults)
                     choices = tracer.choices
                     graph = result.add(traced, tracer)
@@ -253,15 +252,12 @@ def _nullable(module: nn.Module, mode: Mode) -> frozenset[str]:
 
 
 def _trace_usual(
-    module: nn.Module, modes: tuple[Mode, ...], nullable: frozenset[str]
+    module: nn.Module, modes: tuple[Mode, ...], nullable: frozenset[str], found: _Plain
 ) -> Trace | None:
     """The graphs of a forward for usual calls; None where they are those of all calls, or where
     they depend on more than the mode of training."""
     usual = usual_of(type(module).forward, nullable)
-    if usual is None:
-        return None
-    optional, reads = optional_of(type(module).forward, nullable), Reads()
-    if _is_indifferent(module, optional, modes, {}, reads):
+    if usual is None or found.indifferent:
         return None
     result, by_mode = Trace(module), dict[bool | None, set[int]]()
     chosen, graphs = _Modes(modes), dict[bool | None, fx.Graph]()
@@ -287,7 +283,7 @@ def _trace_usual(
         if set(graphs) != {True, False}:
             return None
         result.by_training, result.graphs = True, [graphs[True], graphs[False]]
-    result.reads.update(reads)
+    result.reads.update(found.reads)
     result.inexact, result.usual = "its forward has optional arguments", usual
     return result
 
@@ -303,39 +299,42 @@ def _is_refusal(error: Exception) -> bool:
     return dis.opname[code[last.tb_lasti]] == "RAISE_VARARGS"
 
 
-def _is_indifferent(
-    module: nn.Module,
-    optional: dict[str, Any] | None,
-    modes: tuple[Mode, ...],
-    plain: dict[Mode, tuple[fx.Graph, Tracer]],
-    reads: Reads,
-) -> bool:
-    """Whether a forward takes one way whatever its optional arguments are; fills `plain`, and
-    `reads` with what it looked at to find out."""
-    if not optional:
-        return optional is not None
-    chosen = _Modes(modes)
-    for mode in chosen:
-        try:
-            graph, tracer = plain[mode] = trace_once(module, Choices(), mode, {})
-        except Exception:
-            return False
-        chosen.asked |= tracer.asks_mode
-        if tracer.guessed or tracer.choices.made:
-            return False
-        for number, values in enumerate(trials(optional)):
+class _Plain:
+    """The calls of a forward without optional arguments. `indifferent`: it takes one way whatever
+    these are. `ways`: the first of each mode, as far as they were needed; `reads`: what the forward
+    looked at to find out."""
+
+    def __init__(
+        self, module: nn.Module, optional: dict[str, Any] | None, modes: tuple[Mode, ...]
+    ) -> None:
+        self.optional, self.reads = optional, Reads()
+        self.ways: dict[Mode, tuple[fx.Graph, Tracer]] = {}
+        self.indifferent = self._is_indifferent(module, modes) if optional else optional is not None
+
+    def _is_indifferent(self, module: nn.Module, modes: tuple[Mode, ...]) -> bool:
+        assert self.optional is not None
+        chosen = _Modes(modes)
+        for mode in chosen:
             try:
-                traced, tracer = trace_once(module, Choices(), mode, values)
-                reads.update(tracer.seen.reads)
+                graph, tracer = self.ways[mode] = trace_once(module, Choices(), mode, {})
             except Exception:
-                chosen.asked = True
-                if number == 0:
-                    return False
-                continue  # the forward would not take that either
-            chosen.asked |= tracer.asks_mode
-            if tracer.guessed or tracer.choices.made or looks_at(graph, values, traced):
                 return False
-    return True
+            chosen.asked |= tracer.asks_mode
+            if tracer.guessed or tracer.choices.made:
+                return False
+            for number, values in enumerate(trials(self.optional)):
+                try:
+                    traced, tracer = trace_once(module, Choices(), mode, values)
+                    self.reads.update(tracer.seen.reads)
+                except Exception:
+                    chosen.asked = True
+                    if number == 0:
+                        return False
+                    continue  # the forward would not take that either
+                chosen.asked |= tracer.asks_mode
+                if tracer.guessed or tracer.choices.made or looks_at(graph, values, traced):
+                    return False
+        return True
 
 
 def input_of(node: fx.Node) -> object:

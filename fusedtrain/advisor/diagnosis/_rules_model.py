@@ -160,8 +160,8 @@ def fusable(facts: RunFacts) -> Iterator[Seen]:
         draws = ": the same distribution of masks, from other random numbers" if drops else ""
         yield Seen(
             model.site,
-            f"`convert` would fuse {model.changed or 'dropout'} in {model.type}; kept for backward: "
-            f"{memory_text(model.before)}, converted {memory_text(model.store)}, with "
+            f"`convert` would fuse {model.changed or 'dropout'} in {model.type}; kept for "
+            f"backward: {memory_text(model.before)}, converted {memory_text(model.store)}, with "
             f'memory="recompute" {memory_text(model.recompute)}; forward and backward take '
             f"{', '.join(times) or 'a time that was not measured'}",
             saved,

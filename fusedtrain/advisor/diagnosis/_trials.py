@@ -219,8 +219,9 @@ def fusable(model: nn.Module, example: Any) -> tuple[str, int, int, int, int]:
 
 def _kinds(report: ConversionReport) -> str:
     """The kinds of layers and calls that were fused, most frequent first, and how often."""
-    layers = [*report.converted, *report.norms, *report.group_norms]
-    counts = Counter(layer.source.rpartition(".")[2] for layer in layers)
+    norms = [norm.source for norm in (*report.norms, *report.group_norms)]
+    sources = [layer.source for layer in report.converted] + norms
+    counts = Counter(source.rpartition(".")[2] for source in sources)
     counts.update(call.activation for call in (*report.products, *report.calls))
     counts.update({"sum of a residual branch": len(report.branches)})
     return ", ".join(f"{count} x {kind}" for kind, count in (+counts).most_common())
