@@ -132,9 +132,9 @@ def trace(
                 result.add(*trace_once(module, Choices(), modes[0], {}))
                 return result
             nullable = _nullable(module, modes[0])
-            found = _Plain(module, optional_of(forward, nullable), modes)
-            usually = _trace_usual(module, modes, nullable, found) if usual else None
-            return usually or _trace_all(module, modes, found)
+            plain = _Plain(module, optional_of(forward, nullable), modes)
+            usually = _trace_usual(module, modes, nullable, plain) if usual else None
+            return usually or _trace_all(module, modes, plain)
     except Exception as error:  # whatever a forward makes of what is no tensor
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
@@ -156,10 +156,10 @@ class _Modes:
                 yield mode
 
 
-def _trace_all(module: nn.Module, modes: tuple[Mode, ...], found: _Plain) -> Trace:
-    result, error, optional = Trace(module), None, found.optional
-    result.reads.update(found.reads)
-    if found.indifferent:
+def _trace_all(module: nn.Module, modes: tuple[Mode, ...], plain: _Plain) -> Trace:
+    result, error, optional = Trace(module), None, plain.optional
+    result.reads.update(plain.reads)
+    if plain.indifferent:
         optional = {}
     else:
         result.inexact = "its forward has optional arguments"
@@ -178,7 +178,7 @@ def _trace_all(module: nn.Module, modes: tuple[Mode, ...], found: _Plain) -> Tra
                     raise RuntimeError("its forward has too many branches")
                 choices = Choices(pending.pop())
                 try:
-                    again = found.ways.pop(mode, None) if not (choices.forced or defaults) else None
+                    again = plain.ways.pop(mode, None) if not (choices.forced or defaults) else None
                     traced, tracer = again or trace_once(module, choices, mode, defaults)
                     choices = tracer.choices
                     graph = result.add(traced, tracer)
@@ -252,12 +252,12 @@ def _nullable(module: nn.Module, mode: Mode) -> frozenset[str]:
 
 
 def _trace_usual(
-    module: nn.Module, modes: tuple[Mode, ...], nullable: frozenset[str], found: _Plain
+    module: nn.Module, modes: tuple[Mode, ...], nullable: frozenset[str], plain: _Plain
 ) -> Trace | None:
     """The graphs of a forward for usual calls; None where they are those of all calls, or where
     they depend on more than the mode of training."""
     usual = usual_of(type(module).forward, nullable)
-    if usual is None or found.indifferent:
+    if usual is None or plain.indifferent:
         return None
     result, by_mode = Trace(module), dict[bool | None, set[int]]()
     chosen, graphs = _Modes(modes), dict[bool | None, fx.Graph]()
@@ -283,7 +283,7 @@ def _trace_usual(
         if set(graphs) != {True, False}:
             return None
         result.by_training, result.graphs = True, [graphs[True], graphs[False]]
-    result.reads.update(found.reads)
+    result.reads.update(plain.reads)
     result.inexact, result.usual = "its forward has optional arguments", usual
     return result
 

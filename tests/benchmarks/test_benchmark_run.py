@@ -127,6 +127,7 @@ def run(folder: Path, *command: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_quick_run_stores_and_shows_rows(tmp_path: Path) -> None:
     also = tmp_path / "also"
     names = ("--family=batch_norm", "--op=bn_add_relu", f"--also={also}")

@@ -61,6 +61,7 @@ def test_the_hostile_modules_run_where_they_are_found(safe_script: str) -> None:
     assert hostile_modules_that_ran() == ["queue"]
 
 
+@pytest.mark.slow
 def test_doctor(safe_script: str) -> None:
     """`profile` starts its script by the same function."""
     report = diagnosis.doctor(safe_script, steps=4, trials=False)

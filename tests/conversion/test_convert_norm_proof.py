@@ -97,6 +97,7 @@ def test_wrong_forward_is_caught(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     assert left["0.shortcut.1"] == "the sum is written over its other operand"
 
 
+@pytest.mark.slow
 def test_under_autocast_float32_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding to 16 bits grows to half of the gradients, here: it would allow any mistake."""
     torch.manual_seed(0)

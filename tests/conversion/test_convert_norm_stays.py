@@ -98,6 +98,7 @@ def _distributed_rank(rank: int, folder: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.slow
 def test_distributed_data_parallel(tmp_path: Path) -> None:
     torch.multiprocessing.start_processes(
         _distributed_rank, (str(tmp_path),), 1, start_method="spawn"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -52,6 +53,7 @@ def test_names_are_found_whatever_owns_the_first_function_of_a_code() -> None:
     assert "gelu" in mentioned(Static())
 
 
+@pytest.mark.slow
 def test_names_do_not_depend_on_the_order_of_sets() -> None:
     code = (
         "from conversion.test_names import *\n"

@@ -95,6 +95,7 @@ def test_a_wrong_block_fails_the_run(
     assert lines[-3].startswith("Losses: NOT shown to be the same, see FAILED above")
 
 
+@pytest.mark.slow
 def test_a_curve_that_leaves_stocks_fails_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

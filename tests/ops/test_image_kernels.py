@@ -124,6 +124,7 @@ torch.save(outputs, {path!r})
 """
 
 
+@pytest.mark.slow
 def test_cpu_capabilities_agree(tmp_path: Path) -> None:
     """To the bit: products are exact, so that FMA changes nothing."""
     results = by_capability(CAPABILITIES, tmp_path)

@@ -203,6 +203,7 @@ def test_compiled_to_plain_operators(
     assert not any("normalize_images" in target for target in seen)
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_bits() -> None:
     torch.compiler.reset()
     module = fusedtrain.nn.NormalizeImages(memory_format=torch.channels_last)

@@ -93,6 +93,7 @@ def test_transforms_and_compile_see_plain_operators() -> None:
         torch.testing.assert_close(compiled(x), want)
 
 
+@pytest.mark.slow
 def test_compiled_autograd() -> None:
     """It compiled the hook that unpacks, whose callback torch refuses there: AssertionError."""
     model = nn.Sequential(BatchNormAct2d(2), nn.Conv2d(2, 2, 1))

@@ -104,6 +104,7 @@ def test_training_has_the_bits_of_store(
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_store(tmp_path: Path) -> None:
     results = []
     for memory in ("store", plan_of("skips")):

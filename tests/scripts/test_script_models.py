@@ -78,6 +78,7 @@ def test_distributed_training() -> None:
     assert keys == [f"module.{key}" for key in single.parts["model"].model.state_dict()]
 
 
+@pytest.mark.slow
 def test_compiled_training() -> None:
     torch._dynamo.reset()
     stock, fused = nanogpt.main(), nanogpt.main("recompute", compiled=True)

@@ -201,8 +201,8 @@ def _twin(cls: Any, optimizer: torch.optim.Optimizer, options: dict[str, Any]) -
 
 
 def fusable(model: nn.Module, example: Any) -> tuple[str, int, int, int, int]:
-    """What `convert` would fuse, the bytes kept before, with "store", "recompute", and those of
-    dropout's masks."""
+    """Layers and calls that `convert` would fuse, the bytes kept before, with "store", "recompute",
+    and those of dropout's masks."""
     reports: list[ConversionReport] = []
     for memory in ("store", "recompute"):
         report = convert(model, example, memory=memory, dry_run=True)

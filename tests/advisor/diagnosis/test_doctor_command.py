@@ -196,6 +196,7 @@ def test_fix_prints_a_diff_and_nothing_else(folder: Path, called: Any) -> None:
     assert (folder / "train.py").read_text() == source
 
 
+@pytest.mark.slow
 def test_files_of_the_report(folder: Path, called: Any) -> None:
     """A chart, where a finding has a time; and a page."""
     words = ("--plot", "a.png", "--html", "a.html", "--steps", "6")
@@ -222,6 +223,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc (Linux)")
 def test_what_ends_the_command_ends_the_script(tmp_path: Path) -> None:
     """`timeout` and batch systems send SIGTERM to the command alone."""

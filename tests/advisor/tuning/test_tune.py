@@ -20,6 +20,7 @@ HERE = Path(models.__file__)
 WORDS = ("--input", "3x8x8", "--batch", "4", "--lr", "0.01", "--device", "cpu")
 
 
+@pytest.mark.slow
 def test_the_command_shows_trials_chart_page_and_a_recipe_that_runs(tmp_path, monkeypatch):
     place = f"{HERE}:build_model"
     only = ("--switch", "batch", "--budget", "150s")

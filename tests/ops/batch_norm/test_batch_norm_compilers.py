@@ -67,7 +67,9 @@ def test_transforms_as_of_torch(name: str, kind: str) -> None:
         assert_same_outcome(outcome(True, activation), outcome(False, activation))
 
 
-@pytest.mark.parametrize("name", ["relu", "silu", "identity"])
+@pytest.mark.parametrize(
+    "name", ["silu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("relu", "identity"))]
+)
 def test_opcheck(name: str) -> None:
     ops = torch.ops.fusedtrain
     kinds = ("channels_last", "sliced", "2-d transposed", "permuted", "one channel, transposed")
@@ -127,7 +129,7 @@ def train_twice(model: Any, parameters: nn.Module, dtype: torch.dtype) -> list[T
     return results + [p.grad for p in parameters.parameters()] + list(parameters.buffers())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", [pytest.param("aot_eager", marks=pytest.mark.slow), "inductor"])
 def test_compile_fullgraph(backend: str) -> None:
     for dtype in (F32, BF16) if backend != "inductor" else (F32,):
         net = Net().to(dtype)

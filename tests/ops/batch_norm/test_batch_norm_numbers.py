@@ -315,6 +315,7 @@ torch.save(results, {path!r})
 """
 
 
+@pytest.mark.slow
 def test_cpu_capabilities_agree(tmp_path: Path) -> None:
     """The three units differ by roundings (FMA) only."""
     results = by_capability(CAPABILITIES, tmp_path)
