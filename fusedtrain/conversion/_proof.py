@@ -138,7 +138,8 @@ def _naming(arguments: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]
             values = [*map(_described, arguments)]
             values += [f"{name}={_described(value)}" for name, value in named.items()]
             error.add_note(
-                f"with example_inputs the model was called as model({', '.join(values)})"
+                f"with example_inputs the model was called as model({', '.join(values)}), below a "
+                "TorchDispatchMode; without them convert calls no model"
             )
         raise
 
