@@ -107,16 +107,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const double variance = formulas::math::at_least((sum.b - sum.a * off) / count, 0.0);
   s.average[channel] = average;
   s.variance[channel] = variance;
-  if (mean == nullptr) return;
-  mean[channel] = T(average);
-  invstd[channel] = T(1.0 / formulas::math::sqrt(variance + s.eps));
-  if (s.running_mean == nullptr) return;
-  const auto move = [&](void* running, double to) {
-    T* value = static_cast<T*>(running) + channel;
-    *value = T((1.0 - s.momentum) * double(*value) + s.momentum * to);
-  };
-  move(s.running_mean, average);
-  move(s.running_var, variance * (count / (count - 1.0)));
+  if (mean != nullptr) finish(s, channel, average, variance, count, mean, invstd);
 }
 
 }  // namespace

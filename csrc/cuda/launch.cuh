@@ -44,6 +44,8 @@ constexpr int kSmallArgumentBytes = 4096;
 #define FT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
+constexpr size_t kSharedBytes = 48 << 10;  // of a block; more must be asked for
+
 template <class... P, class... A>
 void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, size_t shared_bytes,
             const A&... arguments) {
@@ -52,13 +54,18 @@ void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, siz
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
+  if (shared_bytes > kSharedBytes)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(shared_bytes)),
+          "cudaFuncSetAttribute");
   check(cudaLaunchKernelEx(&config, kernel, static_cast<const std::decay_t<P>&>(arguments)...),
         "kernel launch");
   launches.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Streaming multiprocessors of the current device. Asked once a device: the query takes 1 us.
-inline int multiprocessors() {
+// An attribute of the current device. Asked once a device: the query takes 1 us.
+template <cudaDeviceAttr kAttribute>
+int device_attribute() {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
   int device = 0, count = 0;
@@ -66,12 +73,12 @@ inline int multiprocessors() {
   // equal (<= for <): a machine would need 65 GPUs
   if (device < kDevices) count = known[device].load(std::memory_order_relaxed);
   if (count == 0) {
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-          "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&count, kAttribute, device), "cudaDeviceGetAttribute");
     if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
   }
   return count;
 }
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
