@@ -42,9 +42,11 @@ struct Kept {
   }
   __device__ __forceinline__ void put(int j, const Vec<S>& v) const {
     typename Vec<S>::Stored stored;
+    Packed<S> packed;
 #pragma unroll
     for (int k = 0; k < Vec<S>::kLanes; ++k) stored.lane[k] = store_one<S>(v.lane[k]);
-    __builtin_memcpy(&mine[j * pitch].bits, &stored, sizeof stored);
+    __builtin_memcpy(&packed.bits, &stored, sizeof stored);
+    mine[j * pitch] = packed;
   }
 };
 
