@@ -7,30 +7,26 @@
 // squares. However far off an outlier pulls the shift, n / threads <= kMostVectors of this is
 // real: 1.5e-5 of the variance at worst. With the first element of all as the shift it could be eps
 // n, which is 4e-3 in a block of 65536.
-#include "../formulas.h"
-#include "batch_norm_sums.cuh"
+#include "batch_norm_whole.cuh"
 
 namespace fusedtrain {
 namespace cuda {
 namespace {
 
-// Leaves the mean, and the sum of the squares of what is left without it.
-template <class S, bool kWide>
-__global__ void __launch_bounds__(kThreads, 3)
-    statistics_kernel(Walk w, const S* x, double* shares) {
+// Calls f(segment, shift, sums, elements) for each segment, in one thread: `sums` of x - shift and
+// its square. `load(vector, number)` loads a thread's vectors one after the other.
+template <class S, bool kWide, class Load, class F>
+__device__ __forceinline__ void for_statistics(const Walk& w,
+                                               const Position<Vec<S, kWide>::kLanes>& p,
+                                               const Packed<S, kWide>& first, Load load, F f) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
   constexpr int kLanes = V::kLanes, kBatch = kWide ? 4 : 16;
   __shared__ Columns<T, kLanes> columns[2];
   __shared__ T shifts[kWarp * kLanes];  // of segments
-  Position<kLanes> p(w);
 
   T shift[kLanes] = {};
-  if (p.left > 0) {
-    Packed<S, kWide> first;
-    first.load(x + p.at);
-    first.get(shift);
-  }
+  if (p.left > 0) first.get(shift);
   gather(shift, w.across, columns[0]);
   __syncthreads();
   const int vectors = Block(w).vectors(w), threads = kThreads / w.across;
@@ -47,14 +43,14 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int k = 0; k < kLanes; ++k) shift[k] = shifts[segment + channels.after[k]];
 
   T sum[kLanes] = {}, squares[kLanes] = {};
-  for (; p.left > 0; p.left -= kBatch) {
+  for (int done = 0; done < p.left; done += kBatch) {
     Packed<S, kWide> loaded[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      if (j < p.left) loaded[j].load(x + p.next(w));
+      if (done + j < p.left) load(loaded[j], done + j);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (j >= p.left) continue;
+      if (done + j >= p.left) continue;
       T value[kLanes];
       loaded[j].get(value);
 #pragma unroll
@@ -72,9 +68,22 @@ __global__ void __launch_bounds__(kThreads, 3)
     // In double, once a segment: the quotient of floats is off by 2 ULP, and so would be the mean
     // of a constant, or of numbers with a few far off.
     const double mean = double(sums[0]) / (double(vectors) * of_segment);
+    f(segment, double(shifts[segment]) + mean,
+      formulas::math::at_least(sums[1] - sums[0] * T(mean), T(0)));
+  });
+}
+
+template <class S, bool kWide>
+__global__ void __launch_bounds__(kThreads, 3)
+    statistics_kernel(Walk w, const S* x, double* shares) {
+  Position<Vec<S, kWide>::kLanes> p(w);
+  Packed<S, kWide> first = {};
+  if (p.left > 0) first.load(x + p.at);
+  const auto load = [&](Packed<S, kWide>& v, int) { v.load(x + p.next(w)); };
+  for_statistics<S, kWide>(w, p, first, load, [&](int segment, double mean, double squares) {
     double* share = share_of(w, shares, segment);
-    share[0] = double(shifts[segment]) + mean;
-    share[w.groups * share_width(w)] = formulas::math::at_least(sums[1] - sums[0] * T(mean), T(0));
+    share[0] = mean;
+    share[w.groups * share_width(w)] = squares;
   });
 }
 
@@ -110,6 +119,45 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (mean != nullptr) finish(s, channel, average, variance, count, mean, invstd);
 }
 
+// All of a training forward, of whole channels.
+template <class F, class S, bool kWide>
+__global__ void __launch_bounds__(kThreads, 2)
+    train_kernel(Chosen<typename F::T> chosen, Walk w, Tensors<S> t, BatchNormStatistics s,
+                 typename F::T* mean, typename F::T* invstd, double count) {
+  if (!kWide) return;
+  constexpr int kLanes = Vec<S>::kLanes;
+  const F formula(chosen);
+  Position<kLanes> p(w);
+  Kept<S> kept(w, p);
+  const Packed<S>*x = kept.begin(t.x), *other = kept.begin(t.other);
+  kept.wait();
+  const auto load = [&](Packed<S>& v, int j) { v = x[j * kept.pitch]; };
+  Packed<S> first = {};
+  if (p.left > 0) load(first, 0);
+  for_statistics<S, true>(w, p, first, load, [&](int segment, double average, double squares) {
+    const int64_t channel = Block(w).first_column / w.of_channel + segment;
+    finish(s, channel, average, squares / count, count, mean, invstd);
+  });
+  __syncthreads();
+  const Affine<typename F::T, kLanes> affine(t, Channels<kLanes>(w, p.column));
+  for (int j = 0; j < p.left; ++j) {
+    Vec<S> y, residual;
+    kept.get(x, j).get(y.lane);
+    kept.get(other, j).get(residual.lane);
+    const int64_t at = p.next(w);
+    const auto scale = t.scale_of(w, at);
+#pragma unroll
+    for (int k = 0; k < kLanes; ++k)
+      y.lane[k] = formula.forward(affine(y.lane[k], k) * scale + residual.lane[k]);
+    y.store(t.out + at);
+  }
+}
+
+template <class F, class S, bool kWide>
+struct Train {
+  static constexpr auto* kernel = &train_kernel<F, S, kWide>;
+};
+
 }  // namespace
 
 int64_t batch_norm_workspace(const BatchNorm& n) {
@@ -142,6 +190,19 @@ void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* worksp
            0, w, static_cast<const double*>(workspace), s, static_cast<T*>(n.mean),
            static_cast<T*>(n.invstd), double(count > 0 ? count : 1));
   });
+}
+
+bool train_whole(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
+                 void* stream) {
+  const auto tensors = [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    Tensors<S> t(n);
+    t.other = static_cast<const S*>(f.residual);
+    t.out = static_cast<S*>(f.y);
+    return t;
+  };
+  return launch_whole<Train>(n, tensors, stream, s, static_cast<float*>(n.mean),
+                             static_cast<float*>(n.invstd), double(n.rows * n.inner));
 }
 
 }  // namespace cuda

@@ -1,8 +1,8 @@
-// Batch norm in one launch, where all elements of a block's channels fit its shared memory: each
-// tensor is read once, and all that a block reads is on its way at the same time.
+// Blocks that have all elements of their channels, in shared memory: each tensor is read once, all
+// that a block reads is on its way at the same time, and one launch does.
 //
-// The lines of a block end where a channel ends: 49 vectors of 16 bytes are eight planes of 7x7 in
-// 16 bits, or two of 14x14. In channels_last a block has 32 bytes of each row, or more.
+// A block's lines end where a channel ends: 49 vectors of 16 bytes are eight planes of 7x7 in 16
+// bits, or two of 14x14. In channels_last a block has 32 bytes of each row.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -16,131 +16,69 @@ namespace fusedtrain {
 namespace cuda {
 namespace {
 
-// Shared memory of the kernels beside what they keep, at most.
-constexpr int kBesides = 12 << 10;
-
-// The vectors of a tensor that a thread keeps in shared memory.
+// The vectors of tensors that a thread keeps in shared memory, `pitch` apart.
 template <class S>
 struct Kept {
-  Packed<S>* mine;  // null: there is no tensor
+  const Walk& w;
+  const Position<Vec<S>::kLanes>& p;
   int pitch;
+  Packed<S>* free;
 
-  // On their way until settled(). `free` moves on.
-  __device__ __forceinline__ Kept(const Walk& w, Position<Vec<S>::kLanes> p, const S* tensor,
-                                  unsigned char*& free)
-      : mine(nullptr), pitch(kThreads / w.across * w.across) {
-    if (tensor == nullptr) return;
-    mine = reinterpret_cast<Packed<S>*>(free) + threadIdx.x;
-    free += w.vectors * w.across * sizeof(Packed<S>);
+  __device__ __forceinline__ Kept(const Walk& w, const Position<Vec<S>::kLanes>& p)
+      : w(w), p(p), pitch(kThreads / w.across * w.across) {
+    FT_DYNAMIC_SHARED(memory);
+    free = reinterpret_cast<Packed<S>*>(memory) + threadIdx.x;
+  }
+  // Where a tensor's will be after wait(); null where there is no tensor.
+  __device__ __forceinline__ const Packed<S>* begin(const S* tensor) {
+    if (tensor == nullptr) return nullptr;
+    Packed<S>* kept = free;
+    free += w.vectors * w.across;
+    Position<Vec<S>::kLanes> next = p;
 #pragma unroll 4
     for (int j = 0; j < p.left; ++j)
-      __pipeline_memcpy_async(mine + j * pitch, tensor + p.next(w), sizeof(Packed<S>));
+      __pipeline_memcpy_async(kept + j * pitch, tensor + next.next(w), sizeof *kept);
+    return kept;
   }
-
-  __device__ __forceinline__ Packed<S> operator[](int j) const {
-    return mine == nullptr ? Packed<S>{} : mine[j * pitch];
+  __device__ __forceinline__ void wait() const {
+    __pipeline_commit();
+    __pipeline_wait_prior(0);
   }
-  __device__ __forceinline__ void put(int j, const Vec<S>& v) const {
-    typename Vec<S>::Stored stored;
-    Packed<S> packed;
-#pragma unroll
-    for (int k = 0; k < Vec<S>::kLanes; ++k) stored.lane[k] = store_one<S>(v.lane[k]);
-    __builtin_memcpy(&packed.bits, &stored, sizeof stored);
-    mine[j * pitch] = packed;
+  __device__ __forceinline__ Packed<S> get(const Packed<S>* kept, int j) const {
+    return kept == nullptr ? Packed<S>{} : kept[j * pitch];
   }
 };
 
-__device__ __forceinline__ void settled() {
-  __pipeline_commit();
-  __pipeline_wait_prior(0);
-}
-
-// Channels of a block. A team of threads adds up the columns of each: its first one leads.
-struct Team {
-  int of_channel, channels;
-  int segment, member;  // the team's channel, within the block
-  int64_t first;        // channel of the block
-
-  __device__ __forceinline__ explicit Team(const Walk& w) {
-    const Block block(w);
-    of_channel = int(w.of_channel.value);
-    channels = block.columns / of_channel;
-    segment = threadIdx.x / w.team;
-    member = threadIdx.x % w.team;
-    first = block.first_column / w.of_channel;
-  }
-  __device__ __forceinline__ bool leads() const { return member == 0 && segment < channels; }
-  __device__ __forceinline__ int64_t channel() const { return first + segment; }
-
-  // In the leading threads: the sum over a channel of all lanes. All threads must call it.
-  template <int kLanes, class T>
-  __device__ __forceinline__ T sum(const Walk& w, T (&lane)[kLanes], T* columns) const {
-    const int width = w.across * kLanes, line = threadIdx.x % w.across;
-    int rows = kThreads / w.across, row = threadIdx.x / w.across;
-    bool writes = row < rows;
-    if ((w.across & (w.across - 1)) == 0) {  // the lines of a warp's threads repeat
-      for (int offset = kWarp / 2; offset >= w.across; offset /= 2) {
-#pragma unroll
-        for (int k = 0; k < kLanes; ++k) lane[k] += __shfl_down_sync(0xffffffffu, lane[k], offset);
-      }
-      rows = kWarps;
-      row = threadIdx.x / kWarp;
-      writes = threadIdx.x % kWarp < w.across;
+// Launches a pass where all of a block's channels fit its shared memory; returns whether they do.
+template <template <class, class, bool> class Pass, class F, class... A>
+bool launch_whole(const BatchNorm& n, F tensors, void* stream, const A&... arguments) {
+  bool launched = false;
+  by_dtype(n.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    if constexpr (sizeof(S) < 8) {
+      constexpr int kLanes = Vec<S>::kLanes, kBesides = 20 << 10;  // at most, beside what is kept
+      const auto t = tensors(null);
+      const Walk part = t.walk(n);
+      // Lines of a block: one that is a channel, or lines of whole channels.
+      int64_t lines = 1;
+      if (part.run.value == 1) lines = n.inner / std::gcd(n.inner, int64_t(kLanes));
+      if (part.run.value == 1 && lines < 2) lines = 2;
+      if (!part.wide || lines > kThreads) return;
+      Walk w = walk_for(n, kLanes, true, int(lines));
+      w.adjacent = part.adjacent;
+      const int64_t bytes =
+          w.vectors * lines * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
+      // A few large blocks would leave most of the device idle.
+      // equal (< for <=, >= for >): the speed alone changes
+      if (bytes > device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides ||
+          (bytes > 64 << 10 && w.parts.value * 3 < multiprocessors()))
+        return;
+      launch(kernel_of<Pass, S>(n.op, true), w.parts.value, kThreads, stream, size_t(bytes),
+             chosen<S>(n.op, n.parameters), w, t, arguments...);
+      launched = true;
     }
-    __syncthreads();  // the sums before have been read
-    if (writes) {
-#pragma unroll
-      for (int k = 0; k < kLanes; ++k) columns[row * width + line * kLanes + k] = lane[k];
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < width; i += kThreads) {
-      T sum = columns[i];
-      for (int at = i + width; at < rows * width; at += width) sum += columns[at];
-      columns[i] = sum;
-    }
-    __syncthreads();
-    T sum = T(0);
-    for (int i = member; i < of_channel && segment < channels; i += w.team)
-      sum += columns[segment * of_channel + i];
-    for (int offset = w.team / 2; offset > 0; offset /= 2)
-      sum += __shfl_down_sync(0xffffffffu, sum, offset);
-    return sum;
-  }
-};
-
-// Lines of a block, which hold whole channels; 0: a line is a channel.
-inline int64_t whole_lines(const BatchNorm& n, const Walk& w, int lanes) {
-  if (w.run.value > 1) return 0;
-  int64_t across = n.inner / std::gcd(n.inner, int64_t(lanes));
-  const auto doubles = [&] {
-    if (across < 2) return true;
-    const int64_t blocks = w.width / lanes / (2 * across);
-    return across * w.vectors < kThreads * kFewestVectors && blocks >= multiprocessors();
-  };
-  // equal (<= for <, < for <=): the speed alone changes
-  while (2 * across <= kWarp && doubles()) across *= 2;
-  return across;
-}
-
-// Whether it has launched the kernel.
-template <template <class, class, bool> class Pass, class S, class... A>
-bool launch_whole(const BatchNorm& n, const Tensors<S>& t, void* stream, const A&... arguments) {
-  constexpr int kLanes = Vec<S>::kLanes;
-  const Walk part = t.walk(n);
-  if (!part.wide) return false;
-  const int64_t lines = whole_lines(n, part, kLanes), across = lines > 0 ? lines : 1;
-  const int64_t bytes =
-      part.vectors * across * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
-  const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides;
-  if (across > kThreads || bytes > most) return false;
-  Walk w = walk_for(n, kLanes, true, int(across));
-  // A few large blocks would leave most of the device idle.
-  // equal (< for <=, >= for >): the speed alone changes
-  if (bytes > 64 << 10 && w.parts.value * 3 < multiprocessors()) return false;
-  w.adjacent = part.adjacent;
-  launch(kernel_of<Pass, S>(n.op, true), w.parts.value, kThreads, stream, size_t(bytes),
-         chosen<S>(n.op, n.parameters), w, t, arguments...);
-  return true;
+  });
+  return launched;
 }
 
 }  // namespace

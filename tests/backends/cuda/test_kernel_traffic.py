@@ -47,10 +47,10 @@ LAYOUTS: dict[str, Layout] = {
 
 # Those of which channels fit a block's shared memory.
 SMALL_LAYOUTS: dict[str, Layout] = {
-    "16 x 16": lambda: torch.randn(30, 16, 16, 16),
-    "channels_last": lambda: last(torch.randn(2, 64, 16, 16)),
-    "14 x 14": lambda: torch.randn(20, 64, 14, 14),
-    "7 x 7": lambda: torch.randn(20, 128, 7, 7),
+    "16 x 16": lambda: torch.randn(28, 16, 16, 16),
+    "channels_last": lambda: last(torch.randn(2, 64, 15, 15)),
+    "14 x 14": lambda: torch.randn(18, 64, 14, 14),
+    "7 x 7": lambda: torch.randn(18, 128, 7, 7),
 }
 
 
