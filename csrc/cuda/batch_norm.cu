@@ -7,18 +7,19 @@
 // squares. However far off an outlier pulls the shift, n / threads <= kMostVectors of this is
 // real: 1.5e-5 of the variance at worst. With the first element of all as the shift it could be eps
 // n, which is 4e-3 in a block of 65536.
+#include "../formulas.h"
 #include "batch_norm_whole.cuh"
 
 namespace fusedtrain {
 namespace cuda {
 namespace {
 
-// Calls f(segment, shift, sums, elements) for each segment, in one thread: `sums` of x - shift and
-// its square. `load(vector, number)` loads a thread's vectors one after the other.
+// Calls f(segment, mean, squares) for each segment, in one thread: the mean, and the sum of the
+// squares of what is left without it. `load(vector, p, number)` loads a thread's.
 template <class S, bool kWide, class Load, class F>
 __device__ __forceinline__ void for_statistics(const Walk& w,
-                                               const Position<Vec<S, kWide>::kLanes>& p,
-                                               const Packed<S, kWide>& first, Load load, F f) {
+                                               const Position<Vec<S, kWide>::kLanes>& begin,
+                                               Load load, F f) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
   constexpr int kLanes = V::kLanes, kBatch = kWide ? 4 : 16;
@@ -26,7 +27,13 @@ __device__ __forceinline__ void for_statistics(const Walk& w,
   __shared__ T shifts[kWarp * kLanes];  // of segments
 
   T shift[kLanes] = {};
-  if (p.left > 0) first.get(shift);
+  Position<kLanes> p = begin;
+  Packed<S, kWide> loaded[kBatch];
+  if (p.left > 0) {
+    load(loaded[0], p, 0);
+    loaded[0].get(shift);
+  }
+  p = begin;
   gather(shift, w.across, columns[0]);
   __syncthreads();
   const int vectors = Block(w).vectors(w), threads = kThreads / w.across;
@@ -44,10 +51,9 @@ __device__ __forceinline__ void for_statistics(const Walk& w,
 
   T sum[kLanes] = {}, squares[kLanes] = {};
   for (int done = 0; done < p.left; done += kBatch) {
-    Packed<S, kWide> loaded[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      if (done + j < p.left) load(loaded[j], done + j);
+      if (done + j < p.left) load(loaded[j], p, done + j);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (done + j >= p.left) continue;
@@ -76,11 +82,9 @@ __device__ __forceinline__ void for_statistics(const Walk& w,
 template <class S, bool kWide>
 __global__ void __launch_bounds__(kThreads, 3)
     statistics_kernel(Walk w, const S* x, double* shares) {
-  Position<Vec<S, kWide>::kLanes> p(w);
-  Packed<S, kWide> first = {};
-  if (p.left > 0) first.load(x + p.at);
-  const auto load = [&](Packed<S, kWide>& v, int) { v.load(x + p.next(w)); };
-  for_statistics<S, kWide>(w, p, first, load, [&](int segment, double mean, double squares) {
+  const Position<Vec<S, kWide>::kLanes> p(w);
+  const auto load = [&](auto& v, auto& p, int) { v.load(x + p.next(w)); };
+  for_statistics<S, kWide>(w, p, load, [&](int segment, double mean, double squares) {
     double* share = share_of(w, shares, segment);
     share[0] = mean;
     share[w.groups * share_width(w)] = squares;
@@ -91,6 +95,22 @@ __global__ void __launch_bounds__(kThreads, 3)
 __device__ __forceinline__ double in_share(const Walk& w, int64_t group, int columns) {
   const int64_t left = w.vectors - group * w.per_group;
   return double(left < w.per_group ? left : w.per_group) * columns;
+}
+
+// What a channel's statistics are for.
+template <class T>
+__device__ __forceinline__ void finish(const BatchNormStatistics& s, int64_t channel,
+                                       double average, double variance, double count, T* mean,
+                                       T* invstd) {
+  mean[channel] = T(average);
+  invstd[channel] = T(1.0 / formulas::math::sqrt(variance + s.eps));
+  if (s.running_mean == nullptr) return;
+  const auto move = [&](void* running, double to) {
+    T* value = static_cast<T*>(running) + channel;
+    *value = T((1.0 - s.momentum) * double(*value) + s.momentum * to);
+  };
+  move(s.running_mean, average);
+  move(s.running_var, variance * (count / (count - 1.0)));
 }
 
 template <class T>
@@ -130,11 +150,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   Position<kLanes> p(w);
   Kept<S> kept(w, p);
   const Packed<S>*x = kept.begin(t.x), *other = kept.begin(t.other);
-  kept.wait();
-  const auto load = [&](Packed<S>& v, int j) { v = x[j * kept.pitch]; };
-  Packed<S> first = {};
-  if (p.left > 0) load(first, 0);
-  for_statistics<S, true>(w, p, first, load, [&](int segment, double average, double squares) {
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+  const auto load = [&](auto& v, auto&, int j) { v = kept.get(x, j); };
+  for_statistics<S, true>(w, p, load, [&](int segment, double average, double squares) {
     const int64_t channel = Block(w).first_column / w.of_channel + segment;
     finish(s, channel, average, squares / count, count, mean, invstd);
   });

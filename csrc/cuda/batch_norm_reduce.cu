@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Packed<S>*grad = kept.begin(t.grad), *x = kept.begin(t.x), *other = kept.begin(t.other);
   const Channels<kLanes> channels(w, p.column);
   const Affine<T, kLanes> affine(t, channels);
-  kept.wait();
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
   V g, input;
   const auto get = [&](int j, int64_t at) {
     const T scale = t.scale_of(w, at);

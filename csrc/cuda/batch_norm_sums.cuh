@@ -4,7 +4,6 @@
 // Shares by column would be as large as 8 rows of a 16-bit tensor for each group.
 #pragma once
 
-#include "../formulas.h"
 #include "batch_norm.cuh"
 
 namespace fusedtrain {
@@ -95,22 +94,6 @@ __device__ __forceinline__ double* share_of(const Walk& w, double* shares, int s
   const Block block(w);
   return shares + block.group * share_width(w) + block.part + block.first_column / w.of_channel +
          segment;
-}
-
-// What a channel's statistics are for.
-template <class T>
-__device__ __forceinline__ void finish(const BatchNormStatistics& s, int64_t channel,
-                                       double average, double variance, double count, T* mean,
-                                       T* invstd) {
-  mean[channel] = T(average);
-  invstd[channel] = T(1.0 / formulas::math::sqrt(variance + s.eps));
-  if (s.running_mean == nullptr) return;
-  const auto move = [&](void* running, double to) {
-    T* value = static_cast<T*>(running) + channel;
-    *value = T((1.0 - s.momentum) * double(*value) + s.momentum * to);
-  };
-  move(s.running_mean, average);
-  move(s.running_var, variance * (count / (count - 1.0)));
 }
 
 struct Pair {

@@ -29,7 +29,7 @@ struct Kept {
     FT_DYNAMIC_SHARED(memory);
     free = reinterpret_cast<Packed<S>*>(memory) + threadIdx.x;
   }
-  // Where a tensor's will be after wait(); null where there is no tensor.
+  // Where a tensor's will be after __pipeline_wait_prior(0); null where there is no tensor.
   __device__ __forceinline__ const Packed<S>* begin(const S* tensor) {
     if (tensor == nullptr) return nullptr;
     Packed<S>* kept = free;
@@ -39,10 +39,6 @@ struct Kept {
     for (int j = 0; j < p.left; ++j)
       __pipeline_memcpy_async(kept + j * pitch, tensor + next.next(w), sizeof *kept);
     return kept;
-  }
-  __device__ __forceinline__ void wait() const {
-    __pipeline_commit();
-    __pipeline_wait_prior(0);
   }
   __device__ __forceinline__ Packed<S> get(const Packed<S>* kept, int j) const {
     return kept == nullptr ? Packed<S>{} : kept[j * pitch];
@@ -59,10 +55,9 @@ bool launch_whole(const BatchNorm& n, F tensors, void* stream, const A&... argum
       constexpr int kLanes = Vec<S>::kLanes, kBesides = 20 << 10;  // at most, beside what is kept
       const auto t = tensors(null);
       const Walk part = t.walk(n);
-      // Lines of a block: one that is a channel, or lines of whole channels.
-      int64_t lines = 1;
-      if (part.run.value == 1) lines = n.inner / std::gcd(n.inner, int64_t(kLanes));
-      if (part.run.value == 1 && lines < 2) lines = 2;
+      // Lines of a block: one that is a channel, or two at least, of whole channels.
+      int64_t lines = n.inner / std::gcd(n.inner, int64_t(kLanes));
+      lines = part.run.value > 1 ? 1 : lines < 2 ? 2 : lines;
       if (!part.wide || lines > kThreads) return;
       Walk w = walk_for(n, kLanes, true, int(lines));
       w.adjacent = part.adjacent;
