@@ -7,7 +7,6 @@
 // squares. However far off an outlier pulls the shift, n / threads <= kMostVectors of this is
 // real: 1.5e-5 of the variance at worst. With the first element of all as the shift it could be eps
 // n, which is 4e-3 in a block of 65536.
-#include "../formulas.h"
 #include "batch_norm_whole.cuh"
 
 namespace fusedtrain {

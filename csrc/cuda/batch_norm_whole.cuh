@@ -64,13 +64,13 @@ bool launch_whole(const BatchNorm& n, F tensors, void* stream, const A&... argum
       const int64_t bytes =
           w.vectors * lines * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
       // A few large blocks would leave most of the device idle.
-      // equal (< for <=, >= for >): the speed alone changes
-      if (bytes > device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides ||
-          (bytes > 64 << 10 && w.parts.value * 3 < multiprocessors()))
-        return;
-      launch(kernel_of<Pass, S>(n.op, true), w.parts.value, kThreads, stream, size_t(bytes),
-             chosen<S>(n.op, n.parameters), w, t, arguments...);
-      launched = true;
+      // equal (< for <=, > for >=, never, always): the speed alone changes
+      const bool few = bytes > 64 << 10 && w.parts.value * 3 < multiprocessors();
+      const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides;
+      launched = bytes <= most && !few;
+      if (launched)
+        launch(kernel_of<Pass, S>(n.op, true), w.parts.value, kThreads, stream, size_t(bytes),
+               chosen<S>(n.op, n.parameters), w, t, arguments...);
     }
   });
   return launched;
