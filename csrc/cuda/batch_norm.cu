@@ -96,7 +96,7 @@ __device__ __forceinline__ double in_share(const Walk& w, int64_t group, int col
   return double(left < w.per_group ? left : w.per_group) * columns;
 }
 
-// What a channel's statistics are for.
+// Keeps what later passes and eval mode take of a channel's statistics.
 template <class T>
 __device__ __forceinline__ void finish(const BatchNormStatistics& s, int64_t channel,
                                        double average, double variance, double count, T* mean,

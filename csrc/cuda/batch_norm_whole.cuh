@@ -63,9 +63,9 @@ bool launch_whole(const BatchNorm& n, F tensors, void* stream, const A&... argum
       w.adjacent = part.adjacent;
       const int64_t bytes =
           w.vectors * lines * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
-      // A few large blocks would leave most of the device idle.
+      // A few large blocks would leave much of the device idle.
       // equal (>= for >, <= for <, never): the speed alone changes
-      const bool few = bytes > 64 << 10 && w.parts.value * 3 < multiprocessors();
+      const bool few = bytes > 128 << 10 && 4 * w.parts.value < 3 * multiprocessors();
       const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides;
       launched = bytes <= most && !few;
       if (launched)

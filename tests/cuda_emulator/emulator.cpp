@@ -12,7 +12,6 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -43,8 +42,7 @@ struct Fiber {
   unsigned mask = 0;
   uint64_t value = 0;
   int source = 0;
-  std::vector<Copy> copies;  // on their way
-  size_t committed = 0;      // of them, the first
+  Copies copies;  // on their way
 };
 
 enum class Order { kForward, kReverse, kShuffled };
@@ -64,8 +62,6 @@ struct Machine {
   std::string last_error;  // what cudaGetErrorString tells
   cudaError_t pending = cudaSuccess;
   Order order = Order::kForward;
-  int multiprocessors = 2, device = 0;
-  std::map<const void*, size_t> shared;  // dynamic bytes that a kernel may have above the usual
   int launches = 0;
   int64_t argument_bytes = 0;  // of all launches
 };
@@ -148,8 +144,7 @@ void start(Fiber& f, unsigned index, uint32_t block) {
   f.index = index;
   f.thread = {index % size.x, index / size.x % size.y, index / size.x / size.y};
   f.waits = Waits::kNot;
-  f.copies.clear();
-  f.committed = 0;
+  f.copies = Copies();
   f.now = Moment();
   f.now.thread = 1 + index;
   f.now.block = block;
@@ -342,30 +337,15 @@ unsigned atomic(unsigned* p, unsigned value, Atomic what) {
   return atomic_operation(p, value, what);
 }
 
-void add_copy(Copy copy) { machine().running->copies.push_back(copy); }
-void commit_copies() { machine().running->committed = machine().running->copies.size(); }
-bool next_copy(Copy& copy) {
-  Fiber& f = *machine().running;
-  if (f.committed == 0) return false;
-  copy = f.copies[--f.committed];
-  f.copies.erase(f.copies.begin() + int64_t(f.committed));
-  return true;
-}
-
-cudaError_t allow_shared(const void* kernel, int bytes) {
-  if (size_t(bytes) > Memory::kDynamicMost) return fail(cudaErrorInvalidValue, "invalid argument");
-  machine().shared[kernel] = size_t(bytes);
-  return cudaSuccess;
-}
+Copies& copies() { return machine().running->copies; }
 
 cudaError_t run(const cudaLaunchConfig_t& config, const void* kernel, void (*call)(void*),
                 void* context, size_t bytes) {
   Machine& m = machine();
-  const size_t shared = std::max(m.shared[kernel], Memory::kDynamicUsual);
   const dim3 g = config.gridDim, b = config.blockDim;
   const uint64_t threads = uint64_t(b.x) * b.y * b.z, blocks = uint64_t(g.x) * g.y * g.z;
   if (threads == 0 || threads > kMostThreads || b.z > 64 || blocks == 0 || g.x > 0x7fffffffu ||
-      g.y > 65535 || g.z > 65535 || config.dynamicSmemBytes > shared)
+      g.y > 65535 || g.z > 65535 || config.dynamicSmemBytes > shared_of(kernel))
     return fail(cudaErrorInvalidConfiguration, "invalid configuration argument");
   m.threads = unsigned(threads);
   m.grid = g;
@@ -409,17 +389,6 @@ cudaError_t cudaGetLastError() {
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : machine().last_error.c_str();
 }
-cudaError_t cudaGetDevice(int* device) {
-  *device = machine().device;
-  return cudaSuccess;
-}
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  *value = machine().multiprocessors;
-  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin)
-    *value = device == 0 ? int(emulator::Memory::kDynamicMost) : 1 << 10;
-  return cudaSuccess;
-}
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
   memset(p, value, bytes);
   return cudaSuccess;
@@ -439,7 +408,6 @@ FT_EXPORT int64_t emulator_argument_bytes() { return machine().argument_bytes; }
 FT_EXPORT int64_t emulator_moved(const void* data, int which) {
   return machine().memory.moved(data, which);
 }
-FT_EXPORT void emulator_device(int device) { machine().device = device; }
 FT_EXPORT void emulator_order(int order) { machine().order = emulator::Order(order); }
 
 // Functions that -fsanitize=thread calls.

@@ -45,7 +45,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-# Those of which channels fit a block's shared memory.
+# Inputs with channels that fit a block's shared memory.
 SMALL_LAYOUTS: dict[str, Layout] = {
     "16 x 16": lambda: torch.randn(28, 16, 16, 16),
     "channels_last": lambda: last(torch.randn(2, 64, 15, 15)),

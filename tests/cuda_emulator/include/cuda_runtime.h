@@ -227,7 +227,8 @@ namespace emulator {
 // their arguments are.
 cudaError_t run(const cudaLaunchConfig_t& config, const void* kernel, void (*call)(void*),
                 void* context, size_t bytes);
-cudaError_t allow_shared(const void* kernel, int bytes);
+// Dynamic bytes that a kernel's launches may ask for.
+size_t& shared_of(const void* kernel);
 
 // Not instrumented: it reads the arguments from the host's stack, as the hardware does from its
 // own.
@@ -259,5 +260,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-  return emulator::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+  if (bytes > 64 << 10) return cudaErrorInvalidValue;
+  emulator::shared_of(reinterpret_cast<const void*>(kernel)) = size_t(bytes);
+  return cudaSuccess;
 }
