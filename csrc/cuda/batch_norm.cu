@@ -49,7 +49,7 @@ __device__ __forceinline__ void for_statistics(const Walk& w,
   for (int k = 0; k < kLanes; ++k) shift[k] = shifts[segment + channels.after[k]];
 
   T sum[kLanes] = {}, squares[kLanes] = {};
-  for (int done = 0; done < p.left; done += kBatch) {
+  for (int done = 0; done < p.left; done += kBatch) {  // equal (<= for <): nothing is left then
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
       if (done + j < p.left) load(loaded[j], p, done + j);
@@ -139,13 +139,11 @@ __global__ void __launch_bounds__(kMergeThreads)
 }
 
 // All of a training forward, of whole channels.
-template <class F, class S, bool kWide>
-__global__ void __launch_bounds__(kThreads, 2)
-    train_kernel(Chosen<typename F::T> chosen, Walk w, Tensors<S> t, BatchNormStatistics s,
-                 typename F::T* mean, typename F::T* invstd, double count) {
-  if (!kWide) return;
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, 3)
+    train_kernel(Chosen<T> chosen, Walk w, Tensors<S> t, BatchNormStatistics s, T* mean, T* invstd,
+                 double count) {
   constexpr int kLanes = Vec<S>::kLanes;
-  const F formula(chosen);
   Position<kLanes> p(w);
   Kept<S> kept(w, p);
   const Packed<S>*x = kept.begin(t.x), *other = kept.begin(t.other);
@@ -157,24 +155,21 @@ __global__ void __launch_bounds__(kThreads, 2)
     finish(s, channel, average, squares / count, count, mean, invstd);
   });
   __syncthreads();
-  const Affine<typename F::T, kLanes> affine(t, Channels<kLanes>(w, p.column));
-  for (int j = 0; j < p.left; ++j) {
-    Vec<S> y, residual;
-    kept.get(x, j).get(y.lane);
-    kept.get(other, j).get(residual.lane);
-    const int64_t at = p.next(w);
-    const auto scale = t.scale_of(w, at);
+  const Affine<T, kLanes> affine(t, Channels<kLanes>(w, p.column));
+  with_formula(chosen, [&](const auto& formula) {
+    for (int j = 0; j < p.left; ++j) {
+      Vec<S> y, residual;
+      kept.get(x, j).get(y.lane);
+      kept.get(other, j).get(residual.lane);
+      const int64_t at = p.next(w);
+      const T scale = t.scale_of(w, at);
 #pragma unroll
-    for (int k = 0; k < kLanes; ++k)
-      y.lane[k] = formula.forward(affine(y.lane[k], k) * scale + residual.lane[k]);
-    y.store(t.out + at);
-  }
+      for (int k = 0; k < kLanes; ++k)
+        y.lane[k] = formula.forward(affine(y.lane[k], k) * scale + residual.lane[k]);
+      y.store(t.out + at);
+    }
+  });
 }
-
-template <class F, class S, bool kWide>
-struct Train {
-  static constexpr auto* kernel = &train_kernel<F, S, kWide>;
-};
 
 }  // namespace
 
@@ -212,15 +207,18 @@ void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* worksp
 
 bool train_whole(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
                  void* stream) {
-  const auto tensors = [&](auto* null) {
+  bool launched = false;
+  by_dtype(n.dtype, [&](auto* null) {
     using S = std::remove_pointer_t<decltype(null)>;
-    Tensors<S> t(n);
-    t.other = static_cast<const S*>(f.residual);
-    t.out = static_cast<S*>(f.y);
-    return t;
-  };
-  return launch_whole<Train>(n, tensors, stream, s, static_cast<float*>(n.mean),
-                             static_cast<float*>(n.invstd), double(n.rows * n.inner));
+    if constexpr (sizeof(S) < 8) {
+      Tensors<S> t(n);
+      t.other = static_cast<const S*>(f.residual);
+      t.out = static_cast<S*>(f.y);
+      launched = launch_whole(&train_kernel<S, float>, n, t, stream, s, static_cast<float*>(n.mean),
+                              static_cast<float*>(n.invstd), double(n.rows * n.inner));
+    }
+  });
+  return launched;
 }
 
 }  // namespace cuda

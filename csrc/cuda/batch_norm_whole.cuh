@@ -46,34 +46,26 @@ struct Kept {
 };
 
 // Launches a pass where all of a block's channels fit its shared memory; returns whether they do.
-template <template <class, class, bool> class Pass, class F, class... A>
-bool launch_whole(const BatchNorm& n, F tensors, void* stream, const A&... arguments) {
-  bool launched = false;
-  by_dtype(n.dtype, [&](auto* null) {
-    using S = std::remove_pointer_t<decltype(null)>;
-    if constexpr (sizeof(S) < 8) {
-      constexpr int kLanes = Vec<S>::kLanes, kBesides = 20 << 10;  // at most, beside what is kept
-      const auto t = tensors(null);
-      const Walk part = t.walk(n);
-      // Lines of a block: one that is a channel, or two at least, of whole channels.
-      int64_t lines = n.inner / std::gcd(n.inner, int64_t(kLanes));
-      lines = part.run.value > 1 ? 1 : lines < 2 ? 2 : lines;
-      if (!part.wide || lines > kThreads) return;
-      Walk w = walk_for(n, kLanes, true, int(lines));
-      w.adjacent = part.adjacent;
-      const int64_t bytes =
-          w.vectors * lines * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
-      // A few large blocks would leave much of the device idle.
-      // equal (>= for >, <= for <, never): the speed alone changes
-      const bool few = bytes > 128 << 10 && 4 * w.parts.value < 3 * multiprocessors();
-      const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides;
-      launched = bytes <= most && !few;
-      if (launched)
-        launch(kernel_of<Pass, S>(n.op, true), w.parts.value, kThreads, stream, size_t(bytes),
-               chosen<S>(n.op, n.parameters), w, t, arguments...);
-    }
-  });
-  return launched;
+template <class Kernel, class S, class... A>
+bool launch_whole(Kernel* kernel, const BatchNorm& n, const Tensors<S>& t, void* stream,
+                  const A&... arguments) {
+  constexpr int kLanes = Vec<S>::kLanes, kBesides = 20 << 10;  // at most, beside what is kept
+  const Walk part = t.walk(n);
+  // Lines of a block: one that is a channel, or two at least, of whole channels.
+  int64_t lines = n.inner / std::gcd(n.inner, int64_t(kLanes));
+  lines = part.run.value > 1 ? 1 : lines < 2 ? 2 : lines;
+  if (!part.wide || lines > kThreads) return false;
+  Walk w = walk_for(n, kLanes, true, int(lines));
+  w.adjacent = part.adjacent;
+  const int64_t bytes =
+      w.vectors * lines * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
+  if (bytes > device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides) return false;
+  // A few large blocks would leave much of the device idle.
+  // equal (>= for >, <= for <, never): the speed alone changes
+  if (bytes > 128 << 10 && 4 * w.parts.value < 3 * multiprocessors()) return false;
+  launch(kernel, w.parts.value, kThreads, stream, size_t(bytes), chosen<S>(n.op, n.parameters), w,
+         t, arguments...);
+  return true;
 }
 
 }  // namespace
