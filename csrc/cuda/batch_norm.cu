@@ -27,10 +27,10 @@ __device__ __forceinline__ void for_statistics(const Walk& w,
 
   T shift[kLanes] = {};
   Position<kLanes> p = begin;
-  Packed<S, kWide> loaded[kBatch];
   if (p.left > 0) {
-    load(loaded[0], p, 0);
-    loaded[0].get(shift);
+    Packed<S, kWide> first;
+    load(first, p, 0);
+    first.get(shift);
   }
   p = begin;
   gather(shift, w.across, columns[0]);
@@ -49,13 +49,14 @@ __device__ __forceinline__ void for_statistics(const Walk& w,
   for (int k = 0; k < kLanes; ++k) shift[k] = shifts[segment + channels.after[k]];
 
   T sum[kLanes] = {}, squares[kLanes] = {};
-  for (int done = 0; done < p.left; done += kBatch) {  // equal (<= for <): nothing is left then
+  for (int done = 0; p.left > 0; p.left -= kBatch, done += kBatch) {  // equal (>= for >): the end
+    Packed<S, kWide> loaded[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      if (done + j < p.left) load(loaded[j], p, done + j);
+      if (j < p.left) load(loaded[j], p, done + j);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (done + j >= p.left) continue;
+      if (j >= p.left) continue;
       T value[kLanes];
       loaded[j].get(value);
 #pragma unroll
