@@ -59,10 +59,14 @@ bool launch_whole(Kernel* kernel, const BatchNorm& n, const Tensors<S>& t, void*
   w.adjacent = part.adjacent;
   const int64_t bytes =
       w.vectors * lines * sizeof(Packed<S>) * (1 + (t.other != nullptr) + (t.grad != nullptr));
-  if (bytes > device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides) return false;
+  const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kBesides;
+  if (bytes > most) return false;
   // A few large blocks would leave much of the device idle.
   // equal (>= for >, <= for <, never): the speed alone changes
   if (bytes > 128 << 10 && 4 * w.parts.value < 3 * multiprocessors()) return false;
+  // The same number each time: another thread may launch the kernel, too.
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+        "cudaFuncSetAttribute");
   launch(kernel, w.parts.value, kThreads, stream, size_t(bytes), chosen<S>(n.op, n.parameters), w,
          t, arguments...);
   return true;

@@ -44,8 +44,6 @@ constexpr int kSmallArgumentBytes = 4096;
 #define FT_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
-constexpr size_t kSharedBytes = 48 << 10;  // of a block; more must be asked for
-
 template <class... P, class... A>
 void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, size_t shared_bytes,
             const A&... arguments) {
@@ -54,10 +52,6 @@ void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, siz
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  if (shared_bytes > kSharedBytes)
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               static_cast<int>(shared_bytes)),
-          "cudaFuncSetAttribute");
   check(cudaLaunchKernelEx(&config, kernel, static_cast<const std::decay_t<P>&>(arguments)...),
         "kernel launch");
   launches.fetch_add(1, std::memory_order_relaxed);

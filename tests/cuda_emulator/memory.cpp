@@ -267,7 +267,7 @@ size_t& shared_of(const void* kernel) {
 
 }  // namespace emulator
 
-// Device 0 has the shared memory of sm_75; blocks of device 1 may not ask for more.
+// Device 0 has the shared memory of sm_120; blocks of device 1 may not ask for more.
 static int device_now = 0;
 extern "C" __attribute__((visibility("default"))) void emulator_device(int device) {
   device_now = device;

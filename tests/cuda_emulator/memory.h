@@ -79,7 +79,7 @@ class Memory {
   int64_t moved(const void* data, int which) const;
 
   static constexpr size_t kDynamicUsual = 48 << 10;  // that need no cudaFuncSetAttribute
-  static constexpr size_t kDynamicMost = 64 << 10;   // as sm_75 has it, the least of all
+  static constexpr size_t kDynamicMost = 99 << 10;   // as sm_120 has it
 
  private:
   std::map<uintptr_t, Buffer> buffers_;        // by address

@@ -260,7 +260,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
 }
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-  if (bytes > 64 << 10) return cudaErrorInvalidValue;
+  if (bytes > 99 << 10) return cudaErrorInvalidValue;
   emulator::shared_of(reinterpret_cast<const void*>(kernel)) = size_t(bytes);
   return cudaSuccess;
 }
