@@ -109,7 +109,7 @@ inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned, int whole = 0)
   if (groups < 1) groups = 1;
   if (groups > ceil_div(steps, kFewestVectors)) groups = ceil_div(steps, kFewestVectors);
   if (groups < ceil_div(steps, kMostVectors)) groups = ceil_div(steps, kMostVectors);
-  if (whole > 0) groups = 1;
+  if (whole > 0) groups = 1;  // equal (>= for >): the speed alone changes
   w.per_group = ceil_div(steps, groups) * threads;
   w.groups = ceil_div(w.vectors, w.per_group);
   w.step_in_run = threads % run;

@@ -53,8 +53,8 @@ bool launch_whole(Kernel* kernel, const BatchNorm& n, const Tensors<S>& t, void*
   const Walk part = t.walk(n);
   // Lines of a block: one that is a channel, or two at least, of whole channels.
   int64_t lines = n.inner / std::gcd(n.inner, int64_t(kLanes));
-  lines = part.run.value > 1 ? 1 : lines < 2 ? 2 : lines;
-  if (!part.wide || lines > kThreads) return false;
+  lines = part.run.value > 1 ? 1 : lines < 2 ? 2 : lines;  // equal (<= for <): 2 stays 2
+  if (!part.wide || lines > kThreads) return false;        // equal (>= for >): it is never 256
   Walk w = walk_for(n, kLanes, true, int(lines));
   w.adjacent = part.adjacent;
   const int64_t bytes =
