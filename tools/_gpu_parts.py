@@ -24,6 +24,7 @@ pointwise activation_kernels numbers[cuda-mish-torch.float16] [cuda-mish-torch.f
 channelwise activation_kernels numbers[cuda-prelu-torch.float16]
 channelwise activation_kernels two_parameters_of_a_channel_each[cuda-shape0]
 batch_norm batch_norm_kernels sums_of_half_a_batch_each[cuda]
+batch_norm,batch_norm_reduce batch_norm_kernels every_layout[cuda-64 last]
 batch_norm_normalise batch_norm_kernels every_layout[cuda-planes of 49]
 batch_norm_reduce batch_norm_kernels every_layout[cuda-257 last]
 batch_norm_grad_input batch_norm_kernels gradient_and_residual_in_another_layout[cuda-torch.float16]

@@ -90,9 +90,12 @@ STREAMS = {
     ("fold", "fold_backward_kernel"): Stream("", 1, 1),
 }
 _SHARES = "shares of blocks: a thousandth of the tensors"
+_WHOLE = "loads of a whole block at once; its loops are in docs/gpu_kernels.md"
 # Kernels that are not held to it, and why.
 SMALL = {
     ("batch_norm", "merge_statistics_kernel"): _SHARES,
+    ("batch_norm", "train_kernel"): _WHOLE,
+    ("batch_norm_reduce", "backward_kernel"): _WHOLE,
     ("batch_norm_reduce", "merge_sums_kernel"): _SHARES,
     ("channelwise", "add_shares_kernel"): _SHARES,
     **dict.fromkeys(

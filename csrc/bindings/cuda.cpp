@@ -77,6 +77,7 @@ struct Backend {
     cuda::statistics(n, s, doubles_of(workspace), place.stream);
   }
   void train(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f) const {
+    if (cuda::train_whole(n, s, f, place.stream)) return;
     statistics(n, s);
     normalise(n, f);
   }
@@ -97,6 +98,7 @@ struct Backend {
     cuda::grad_input(n, b, place.stream);
   }
   void backward(const BatchNorm& n, BatchNormBackward b) const {
+    if (b.averages != nullptr && cuda::backward_whole(n, b, place.stream)) return;
     reduce(n, b);
     if (b.averages == nullptr) return;  // grad_input is there as well
     b.ready = b.grad_residual;

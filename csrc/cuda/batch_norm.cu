@@ -7,30 +7,32 @@
 // squares. However far off an outlier pulls the shift, n / threads <= kMostVectors of this is
 // real: 1.5e-5 of the variance at worst. With the first element of all as the shift it could be eps
 // n, which is 4e-3 in a block of 65536.
-#include "../formulas.h"
-#include "batch_norm_sums.cuh"
+#include "batch_norm_whole.cuh"
 
 namespace fusedtrain {
 namespace cuda {
 namespace {
 
-// Leaves the mean, and the sum of the squares of what is left without it.
-template <class S, bool kWide>
-__global__ void __launch_bounds__(kThreads, 3)
-    statistics_kernel(Walk w, const S* x, double* shares) {
+// Calls f(segment, mean, squares) for each segment, in one thread: the mean, and the sum of the
+// squares of what is left without it. `load(vector, p, number)` loads a thread's.
+template <class S, bool kWide, class Load, class F>
+__device__ __forceinline__ void for_statistics(const Walk& w,
+                                               const Position<Vec<S, kWide>::kLanes>& begin,
+                                               Load load, F f) {
   using V = Vec<S, kWide>;
   using T = typename V::T;
   constexpr int kLanes = V::kLanes, kBatch = kWide ? 4 : 16;
   __shared__ Columns<T, kLanes> columns[2];
   __shared__ T shifts[kWarp * kLanes];  // of segments
-  Position<kLanes> p(w);
 
   T shift[kLanes] = {};
+  Position<kLanes> p = begin;
   if (p.left > 0) {
     Packed<S, kWide> first;
-    first.load(x + p.at);
+    load(first, p, 0);
     first.get(shift);
   }
+  p = begin;
   gather(shift, w.across, columns[0]);
   __syncthreads();
   const int vectors = Block(w).vectors(w), threads = kThreads / w.across;
@@ -47,11 +49,11 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int k = 0; k < kLanes; ++k) shift[k] = shifts[segment + channels.after[k]];
 
   T sum[kLanes] = {}, squares[kLanes] = {};
-  for (; p.left > 0; p.left -= kBatch) {
+  for (int done = 0; p.left > 0; p.left -= kBatch, done += kBatch) {  // equal (>= for >): the end
     Packed<S, kWide> loaded[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j)
-      if (j < p.left) loaded[j].load(x + p.next(w));
+      if (j < p.left) load(loaded[j], p, done + j);
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       if (j >= p.left) continue;
@@ -72,9 +74,20 @@ __global__ void __launch_bounds__(kThreads, 3)
     // In double, once a segment: the quotient of floats is off by 2 ULP, and so would be the mean
     // of a constant, or of numbers with a few far off.
     const double mean = double(sums[0]) / (double(vectors) * of_segment);
+    f(segment, double(shifts[segment]) + mean,
+      formulas::math::at_least(sums[1] - sums[0] * T(mean), T(0)));
+  });
+}
+
+template <class S, bool kWide>
+__global__ void __launch_bounds__(kThreads, 3)
+    statistics_kernel(Walk w, const S* x, double* shares) {
+  const Position<Vec<S, kWide>::kLanes> p(w);
+  const auto load = [&](auto& v, auto& p, int) { v.load(x + p.next(w)); };
+  for_statistics<S, kWide>(w, p, load, [&](int segment, double mean, double squares) {
     double* share = share_of(w, shares, segment);
-    share[0] = double(shifts[segment]) + mean;
-    share[w.groups * share_width(w)] = formulas::math::at_least(sums[1] - sums[0] * T(mean), T(0));
+    share[0] = mean;
+    share[w.groups * share_width(w)] = squares;
   });
 }
 
@@ -82,6 +95,22 @@ __global__ void __launch_bounds__(kThreads, 3)
 __device__ __forceinline__ double in_share(const Walk& w, int64_t group, int columns) {
   const int64_t left = w.vectors - group * w.per_group;
   return double(left < w.per_group ? left : w.per_group) * columns;
+}
+
+// Keeps what later passes and eval mode take of a channel's statistics.
+template <class T>
+__device__ __forceinline__ void finish(const BatchNormStatistics& s, int64_t channel,
+                                       double average, double variance, double count, T* mean,
+                                       T* invstd) {
+  mean[channel] = T(average);
+  invstd[channel] = T(1.0 / formulas::math::sqrt(variance + s.eps));
+  if (s.running_mean == nullptr) return;
+  const auto move = [&](void* running, double to) {
+    T* value = static_cast<T*>(running) + channel;
+    *value = T((1.0 - s.momentum) * double(*value) + s.momentum * to);
+  };
+  move(s.running_mean, average);
+  move(s.running_var, variance * (count / (count - 1.0)));
 }
 
 template <class T>
@@ -107,16 +136,40 @@ __global__ void __launch_bounds__(kMergeThreads)
   const double variance = formulas::math::at_least((sum.b - sum.a * off) / count, 0.0);
   s.average[channel] = average;
   s.variance[channel] = variance;
-  if (mean == nullptr) return;
-  mean[channel] = T(average);
-  invstd[channel] = T(1.0 / formulas::math::sqrt(variance + s.eps));
-  if (s.running_mean == nullptr) return;
-  const auto move = [&](void* running, double to) {
-    T* value = static_cast<T*>(running) + channel;
-    *value = T((1.0 - s.momentum) * double(*value) + s.momentum * to);
-  };
-  move(s.running_mean, average);
-  move(s.running_var, variance * (count / (count - 1.0)));
+  if (mean != nullptr) finish(s, channel, average, variance, count, mean, invstd);
+}
+
+// All of a training forward, of whole channels.
+template <class S, class T>
+__global__ void __launch_bounds__(kThreads, 3)
+    train_kernel(Chosen<T> chosen, Walk w, Tensors<S> t, BatchNormStatistics s, T* mean, T* invstd,
+                 double count) {
+  constexpr int kLanes = Vec<S>::kLanes;
+  Position<kLanes> p(w);
+  Kept<S> kept(w, p);
+  const Packed<S>*x = kept.begin(t.x), *other = kept.begin(t.other);
+  __pipeline_commit();
+  __pipeline_wait_prior(0);
+  const auto load = [&](auto& v, auto&, int j) { v = kept.get(x, j); };
+  for_statistics<S, true>(w, p, load, [&](int segment, double average, double squares) {
+    const int64_t channel = Block(w).first_column / w.of_channel + segment;
+    finish(s, channel, average, squares / count, count, mean, invstd);
+  });
+  __syncthreads();
+  const Affine<T, kLanes> affine(t, Channels<kLanes>(w, p.column));
+  with_formula(chosen, [&](const auto& formula) {
+    for (int j = 0; j < p.left; ++j) {
+      Vec<S> y, residual;
+      kept.get(x, j).get(y.lane);
+      kept.get(other, j).get(residual.lane);
+      const int64_t at = p.next(w);
+      const T scale = t.scale_of(w, at);
+#pragma unroll
+      for (int k = 0; k < kLanes; ++k)
+        y.lane[k] = formula.forward(affine(y.lane[k], k) * scale + residual.lane[k]);
+      y.store(t.out + at);
+    }
+  });
 }
 
 }  // namespace
@@ -151,6 +204,22 @@ void statistics(const BatchNorm& n, const BatchNormStatistics& s, double* worksp
            0, w, static_cast<const double*>(workspace), s, static_cast<T*>(n.mean),
            static_cast<T*>(n.invstd), double(count > 0 ? count : 1));
   });
+}
+
+bool train_whole(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
+                 void* stream) {
+  bool launched = false;
+  by_dtype(n.dtype, [&](auto* null) {
+    using S = std::remove_pointer_t<decltype(null)>;
+    if constexpr (sizeof(S) < 8) {
+      Tensors<S> t(n);
+      t.other = static_cast<const S*>(f.residual);
+      t.out = static_cast<S*>(f.y);
+      launched = launch_whole(&train_kernel<S, float>, n, t, stream, s, static_cast<float*>(n.mean),
+                              static_cast<float*>(n.invstd), double(n.rows * n.inner));
+    }
+  });
+  return launched;
 }
 
 }  // namespace cuda

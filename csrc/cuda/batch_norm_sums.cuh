@@ -14,30 +14,37 @@ constexpr int kMergeThreads = 512;
 constexpr int kMergeChannels = 8;  // side by side: 64 bytes of shares
 constexpr int kMergeWarps = kMergeThreads / kWarp;
 
-// Shared memory for what the warps of a block have in each of its columns.
+// Shared memory for rows of sums, one a column of the block: of warps, whose threads' lines repeat
+// (`across` is a power of two), else of as many threads as there are lines.
 template <class T, int kLanes>
-using Columns = T[kWarps][kWarp * kLanes];
+using Columns = T[kThreads * kLanes];
 
-// Adds up the lanes of all threads of a line, as far as a warp goes.
+__device__ __forceinline__ bool repeats(int across) { return (across & (across - 1)) == 0; }
+
+// Adds up the lanes of all threads of a line, as far as a row goes.
 template <int kLanes, class T>
 __device__ __forceinline__ void gather(T (&lane)[kLanes], int across, Columns<T, kLanes>& columns) {
-  for (int offset = kWarp / 2; offset >= across; offset /= 2) {
+  int at = threadIdx.x;
+  if (repeats(across)) {
+    for (int offset = kWarp / 2; offset >= across; offset /= 2) {
 #pragma unroll
-    for (int k = 0; k < kLanes; ++k) lane[k] += __shfl_down_sync(0xffffffffu, lane[k], offset);
+      for (int k = 0; k < kLanes; ++k) lane[k] += __shfl_down_sync(0xffffffffu, lane[k], offset);
+    }
+    const int in_warp = threadIdx.x % kWarp;
+    if (in_warp >= across) return;
+    at = int(threadIdx.x) / kWarp * across + in_warp;
   }
-  const int in_warp = threadIdx.x % kWarp;
-  if (in_warp < across) {  // equal (<= for <): nobody reads the column beyond the block's
 #pragma unroll
-    for (int k = 0; k < kLanes; ++k) columns[threadIdx.x / kWarp][in_warp * kLanes + k] = lane[k];
-  }
+  for (int k = 0; k < kLanes; ++k) columns[at * kLanes + k] = lane[k];
 }
 
-// Sum over the warps of a block, for a column that each warp has added up.
+// Sum over the rows, for a column.
 template <int kLanes, class T>
-__device__ __forceinline__ T total(const Columns<T, kLanes>& columns, int column) {
-  T sum = columns[0][column];
-#pragma unroll
-  for (int warp = 1; warp < kWarps; ++warp) sum += columns[warp][column];
+__device__ __forceinline__ T total(const Columns<T, kLanes>& columns, int across, int column) {
+  const int rows = repeats(across) ? kWarps : kThreads / across;
+  T sum = columns[column];
+#pragma unroll 8
+  for (int row = 1; row < rows; ++row) sum += columns[row * across * kLanes + column];
   return sum;
 }
 
@@ -47,9 +54,9 @@ template <int kSums, int kLanes, class T, class F>
 __device__ __forceinline__ void for_segments(const Walk& w, Columns<T, kLanes>* columns, F f) {
   const Block block(w);
   const int mine = threadIdx.x;
-  if (mine < block.columns) {
+  for (int i = mine; i < block.columns; i += kThreads) {
 #pragma unroll
-    for (int n = 0; n < kSums; ++n) columns[n][0][mine] = total<kLanes>(columns[n], mine);
+    for (int n = 0; n < kSums; ++n) columns[n][i] = total<kLanes>(columns[n], w.across, i);
   }
   __syncthreads();
   const int64_t of_channel = w.of_channel.value, first = block.first_column / w.of_channel;
@@ -64,7 +71,7 @@ __device__ __forceinline__ void for_segments(const Walk& w, Columns<T, kLanes>* 
     T sum[kSums] = {};
     for (int i = begin + member; i < end; i += w.team) {
 #pragma unroll
-      for (int n = 0; n < kSums; ++n) sum[n] += columns[n][0][i];
+      for (int n = 0; n < kSums; ++n) sum[n] += columns[n][i];
     }
     for (int offset = w.team / 2; offset > 0; offset /= 2) {
 #pragma unroll

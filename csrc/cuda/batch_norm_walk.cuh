@@ -56,7 +56,7 @@ struct Walk {
   Divisor parts;                    // of lines, and ...
   int64_t groups, per_group;        // ... of the vectors of a line; a block has one each
   Divisor of_sample;                // elements
-  int across;                       // lines of a block: a power of two
+  int across;                       // lines of a block: a power of two, unless it has all vectors
   Divisor block_columns;            // of these lines
   int team;                         // threads that add up a block's columns of a channel
   bool wide;                        // 16 bytes at a time
@@ -74,8 +74,9 @@ inline int across_for(int64_t lines, int fewest) {
   return best;
 }
 
-// Walk over at least one element. `lanes` of 16 bytes.
-inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned) {
+// Walk over at least one element. `lanes` of 16 bytes. `whole`: a block has that many lines, and
+// all of their vectors.
+inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned, int whole = 0) {
   Walk w = {};
   const int64_t pitch = n.channels * n.inner;
   w.wide = aligned && n.inner % lanes == 0;
@@ -95,7 +96,7 @@ inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned) {
   w.run = Divisor(run);
   w.vectors = n.rows * run;
   w.of_sample = Divisor(n.rows_a_sample * pitch);
-  w.across = columns ? across_for(lines, w.wide ? 8 : 16) : 1;
+  w.across = whole > 0 ? whole : columns ? across_for(lines, w.wide ? 8 : 16) : 1;
   w.block_columns = Divisor(w.across * lanes);
   w.team = 1;  // of four columns or more each
   while (w.team < kWarp && w.team * 4 < w.of_channel.value) w.team *= 2;
@@ -108,6 +109,7 @@ inline Walk walk_for(const BatchNorm& n, int lanes, bool aligned) {
   if (groups < 1) groups = 1;
   if (groups > ceil_div(steps, kFewestVectors)) groups = ceil_div(steps, kFewestVectors);
   if (groups < ceil_div(steps, kMostVectors)) groups = ceil_div(steps, kMostVectors);
+  if (whole > 0) groups = 1;  // equal (>= for >): the speed alone changes
   w.per_group = ceil_div(steps, groups) * threads;
   w.groups = ceil_div(w.vectors, w.per_group);
   w.step_in_run = threads % run;
@@ -148,7 +150,7 @@ struct Position {
     const Block block(w);
     const int threads = kThreads / w.across, thread = threadIdx.x / w.across;
     const int in_block = threadIdx.x % w.across * kLanes, vectors = block.vectors(w);
-    const bool exists = in_block < block.columns;
+    const bool exists = in_block < block.columns && thread < threads;
     column = block.first_column + (exists ? in_block : 0);
     left = exists && thread < vectors ? (vectors - thread + threads - 1) / threads : 0;
     const int64_t begin = block.group * w.per_group + thread, row = begin / w.run;

@@ -105,6 +105,17 @@ struct AnyFormula {
 #undef FT_CASE
 };
 
+// Calls f with the formula: a switch before a loop, in one kernel.
+template <class T, class F>
+__device__ __forceinline__ void with_formula(const Chosen<T>& chosen, F f) {
+#define FT_CASE(name, Formula, count, rounds, saved)           \
+  case op_##name:                                              \
+    return f(OneFormula<formulas::Formula, saved, T>(chosen));
+  switch (chosen.op) { FT_POINTWISE(FT_CASE) }
+#undef FT_CASE
+  f(OneFormula<Identity, kInput, T>(chosen));
+}
+
 // Kernel of a pass for a call: Pass<Formula, S, kWide>::kernel.
 template <template <class, class, bool> class Pass, class S>
 auto kernel_of(int op, bool wide) {

@@ -57,8 +57,9 @@ void launch(void (*kernel)(P...), int64_t blocks, int threads, void* stream, siz
   launches.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Streaming multiprocessors of the current device. Asked once a device: the query takes 1 us.
-inline int multiprocessors() {
+// An attribute of the current device. Asked once a device: the query takes 1 us.
+template <cudaDeviceAttr kAttribute>
+int device_attribute() {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
   int device = 0, count = 0;
@@ -66,12 +67,12 @@ inline int multiprocessors() {
   // equal (<= for <): a machine would need 65 GPUs
   if (device < kDevices) count = known[device].load(std::memory_order_relaxed);
   if (count == 0) {
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-          "cudaDeviceGetAttribute");
+    check(cudaDeviceGetAttribute(&count, kAttribute, device), "cudaDeviceGetAttribute");
     if (device < kDevices) known[device].store(count, std::memory_order_relaxed);
   }
   return count;
 }
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

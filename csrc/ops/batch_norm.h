@@ -96,6 +96,11 @@ void restore(const BatchNorm& n, const BatchNormRestore& r, void* stream);
 void reduce(const BatchNorm& n, const BatchNormBackward& b, double* workspace, void* stream);
 // b.grad_input, b.grad_residual
 void grad_input(const BatchNorm& n, const BatchNormBackward& b, void* stream);
+// One launch: n.mean, n.invstd, running statistics and f.y, or all that `b` asks for, averages not
+// null. False, and nothing done, where the channels of a block are too large for its shared memory.
+bool train_whole(const BatchNorm& n, const BatchNormStatistics& s, const BatchNormForward& f,
+                 void* stream);
+bool backward_whole(const BatchNorm& n, const BatchNormBackward& b, void* stream);
 }  // namespace cuda
 
 }  // namespace fusedtrain

@@ -123,6 +123,10 @@ class Emulator:
         """In which order threads and blocks take turns: one of ORDERS."""
         self.c.emulator_order(ORDERS.index(order))
 
+    def set_device(self, device: int) -> None:
+        """0, or 1: a GPU whose blocks have almost no shared memory that a launch may ask for."""
+        self.c.emulator_device(device)
+
     def traffic(self, least: int) -> tuple[int, int, int]:
         """Bytes that the kernels of the last call have loaded, bytes stored, and accesses, of
         tensors of ``least`` bytes or more (smaller ones stay in the caches)."""

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "cuda_runtime.h"
+#include "cuda_pipeline.h"
 #include "memory.h"
 
 namespace emulator {
@@ -42,6 +42,7 @@ struct Fiber {
   unsigned mask = 0;
   uint64_t value = 0;
   int source = 0;
+  Copies copies;  // on their way
 };
 
 enum class Order { kForward, kReverse, kShuffled };
@@ -61,7 +62,6 @@ struct Machine {
   std::string last_error;  // what cudaGetErrorString tells
   cudaError_t pending = cudaSuccess;
   Order order = Order::kForward;
-  int multiprocessors = 2;
   int launches = 0;
   int64_t argument_bytes = 0;  // of all launches
 };
@@ -144,6 +144,7 @@ void start(Fiber& f, unsigned index, uint32_t block) {
   f.index = index;
   f.thread = {index % size.x, index / size.x % size.y, index / size.x / size.y};
   f.waits = Waits::kNot;
+  f.copies = Copies();
   f.now = Moment();
   f.now.thread = 1 + index;
   f.now.block = block;
@@ -336,13 +337,15 @@ unsigned atomic(unsigned* p, unsigned value, Atomic what) {
   return atomic_operation(p, value, what);
 }
 
-cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context,
-                size_t bytes) {
+Copies& copies() { return machine().running->copies; }
+
+cudaError_t run(const cudaLaunchConfig_t& config, const void* kernel, void (*call)(void*),
+                void* context, size_t bytes) {
   Machine& m = machine();
   const dim3 g = config.gridDim, b = config.blockDim;
   const uint64_t threads = uint64_t(b.x) * b.y * b.z, blocks = uint64_t(g.x) * g.y * g.z;
   if (threads == 0 || threads > kMostThreads || b.z > 64 || blocks == 0 || g.x > 0x7fffffffu ||
-      g.y > 65535 || g.z > 65535 || config.dynamicSmemBytes > Memory::kDynamicMost)
+      g.y > 65535 || g.z > 65535 || config.dynamicSmemBytes > shared_of(kernel))
     return fail(cudaErrorInvalidConfiguration, "invalid configuration argument");
   m.threads = unsigned(threads);
   m.grid = g;
@@ -385,15 +388,6 @@ cudaError_t cudaGetLastError() {
 }
 const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : machine().last_error.c_str();
-}
-cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
-  return cudaSuccess;
-}
-cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = machine().multiprocessors;
-  return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
   memset(p, value, bytes);

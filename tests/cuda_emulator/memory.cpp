@@ -5,6 +5,8 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "cuda_pipeline.h"
+
 extern "C" {
 __attribute__((weak)) void __asan_poison_memory_region(const volatile void* data, size_t bytes);
 __attribute__((weak)) void __asan_unpoison_memory_region(const volatile void* data, size_t bytes);
@@ -169,6 +171,15 @@ void Memory::add(const void* data, size_t bytes, bool writable) {
   if (writable) memset(const_cast<void*>(data), 0xff, bytes);
 }
 
+void Copies::add(Copy copy) { copies_.push_back(copy); }
+void Copies::commit() { committed_ = copies_.size(); }
+bool Copies::next(Copy& copy) {
+  if (committed_ == 0) return false;
+  copy = copies_[--committed_];
+  copies_.erase(copies_.begin() + int64_t(committed_));
+  return true;
+}
+
 int64_t Memory::moved(const void* data, int which) const {
   int64_t sum = 0;
   for (const auto& [address, buffer] : buffers_)
@@ -249,4 +260,25 @@ void Memory::traffic(size_t least, int64_t (&moved)[4]) const {
   }
 }
 
+size_t& shared_of(const void* kernel) {
+  static std::map<const void*, size_t> bytes;
+  return bytes.try_emplace(kernel, Memory::kDynamicUsual).first->second;
+}
+
 }  // namespace emulator
+
+// Device 0 has the shared memory of sm_120; blocks of device 1 may not ask for more.
+static int device_now = 0;
+extern "C" __attribute__((visibility("default"))) void emulator_device(int device) {
+  device_now = device;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = device_now;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  const size_t shared = device == 0 ? emulator::Memory::kDynamicMost : 1 << 10;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : int(shared);
+  return cudaSuccess;
+}

@@ -78,7 +78,8 @@ class Memory {
   // One of Buffer::moved, of the buffer that begins there, or (null) of all of them.
   int64_t moved(const void* data, int which) const;
 
-  static constexpr size_t kDynamicMost = 48 << 10;  // that need no cudaFuncSetAttribute
+  static constexpr size_t kDynamicUsual = 48 << 10;  // that need no cudaFuncSetAttribute
+  static constexpr size_t kDynamicMost = 99 << 10;   // as sm_120 has it
 
  private:
   std::map<uintptr_t, Buffer> buffers_;        // by address

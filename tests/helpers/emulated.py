@@ -1,4 +1,5 @@
-"""Emulated CUDA kernels of batch norm: one order of threads, misaligned tensors, launches."""
+"""Emulated CUDA kernels of batch norm: one order of threads, a GPU with little shared memory,
+misaligned tensors, launches."""
 
 from __future__ import annotations
 
@@ -15,6 +16,12 @@ class EmulatedOnce(Emulated):
     """In one order of threads: the emulator notices a race by itself."""
 
     orders = ("shuffled",)
+
+    def __init__(self, whole: bool = True) -> None:
+        """``whole``: whether training may be one launch a pass, where channels fit."""
+        super().__init__()
+        self.whole = whole
+        self.emulator.set_device(0 if whole else 1)
 
 
 def misaligned(t: Tensor) -> Tensor:

@@ -45,6 +45,15 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+# Inputs with channels that fit a block's shared memory.
+SMALL_LAYOUTS: dict[str, Layout] = {
+    "16 x 16": lambda: torch.randn(28, 16, 16, 16),
+    "channels_last": lambda: last(torch.randn(2, 64, 15, 15)),
+    "14 x 14": lambda: torch.randn(18, 64, 14, 14),
+    "7 x 7": lambda: torch.randn(18, 128, 7, 7),
+}
+
+
 def half(x: Tensor) -> Tensor:
     return x.to(HALF)
 
@@ -171,12 +180,14 @@ def step(
 
 
 def everywhere(call: Callable[..., Call], *more: Any) -> dict[str, Callable[[], Call]]:
+    table = SMALL_LAYOUTS if "whole" in str(more) else LAYOUTS
+
     def with_layout(make: Layout) -> Callable[[], Call]:
         return lambda: call(make(), *more)
 
     # A window of 2 leaves out the last row and column of 7.
     layouts = list(LAYOUTS)[:3] if call is max_pool else LAYOUTS
-    return {name: with_layout(LAYOUTS[name]) for name in layouts}
+    return {name: with_layout(table[name]) for name in layouts}
 
 
 NORMS = [name.removeprefix("batch_norm ") for name in TRAFFIC if name.startswith("batch_norm ")]
@@ -255,7 +266,9 @@ def test_every_entry_is_measured() -> None:
 def test_passes_and_launches(emulator: cuda_emulator.Emulator, name: str, layout: str) -> None:
     op, arguments, size = CALLS[name][layout]()
     before = emulator.launches()
+    emulator.set_device(0 if "whole" in name else 1)
     emulator.call(op, *arguments)
+    emulator.set_device(0)
     read, written, accesses = emulator.traffic(size // 40)
     entry = TRAFFIC[name]
     passes = (read + written) / size

@@ -194,12 +194,17 @@ __forceinline__ T atomicExch(T* p, T value) {
 
 enum cudaError_t {
   cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
   cudaErrorInsufficientDriver = 35,
   cudaErrorNoKernelImageForDevice = 209,
   cudaErrorLaunchFailure = 719,
 };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 using cudaStream_t = struct CUstream_st*;
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
@@ -220,7 +225,10 @@ namespace emulator {
 
 // Runs `call(context)` once for every thread. Kernels may read the `bytes` of the context, in which
 // their arguments are.
-cudaError_t run(const cudaLaunchConfig_t& config, void (*call)(void*), void* context, size_t bytes);
+cudaError_t run(const cudaLaunchConfig_t& config, const void* kernel, void (*call)(void*),
+                void* context, size_t bytes);
+// Dynamic bytes that a kernel's launches may ask for.
+size_t& shared_of(const void* kernel);
 
 // Not instrumented: it reads the arguments from the host's stack, as the hardware does from its
 // own.
@@ -247,5 +255,12 @@ template <class... P, class... A>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(P...),
                                A&&... arguments) {
   emulator::Launch<P...> launch{kernel, {std::forward<A>(arguments)...}};
-  return emulator::run(*config, &emulator::Launch<P...>::call, &launch, sizeof launch);
+  return emulator::run(*config, reinterpret_cast<const void*>(kernel),
+                       &emulator::Launch<P...>::call, &launch, sizeof launch);
+}
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+  if (bytes > 99 << 10) return cudaErrorInvalidValue;
+  emulator::shared_of(reinterpret_cast<const void*>(kernel)) = size_t(bytes);
+  return cudaSuccess;
 }

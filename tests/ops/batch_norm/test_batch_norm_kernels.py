@@ -135,7 +135,12 @@ def test_split_ops_equal_the_whole_ones(ops: Kernels, name: str, dtype: torch.dt
         assert average.dtype is variance.dtype is F64
         case.check_statistics(average, (variance + case.eps).rsqrt(), truth)
         wide = mean.dtype
-        assert torch.equal(average.to(wide), mean)
+        # CUDA: one launch of the whole op adds up in another order than two of the parts.
+        rounding = 4 * torch.finfo(wide).eps
+        exact = {"rtol": 0.0, "atol": 0.0} if ops.device == "cpu" and ops.counter is None else {
+            "rtol": rounding, "atol": rounding * x.numel() / x.size(1)
+        }  # fmt: skip
+        torch.testing.assert_close(average.to(wide), mean, **exact)
         again = ops(
             "batch_norm_act_apply", case.x, case.residual, *case.shared(mean, invstd), *case.formula
         )
@@ -148,8 +153,8 @@ def test_split_ops_equal_the_whole_ones(ops: Kernels, name: str, dtype: torch.dt
         sums, grad_residual = ops("batch_norm_act_backward_reduce", *shared, *case.formula, True)
         assert sums.dtype is F64
         assert sums.shape == (2, x.size(1))
-        assert torch.equal(sums[1].to(wide), whole[2])
-        assert torch.equal(sums[0].to(wide), whole[3])
+        torch.testing.assert_close(sums[1].to(wide), whole[2], **exact)
+        torch.testing.assert_close(sums[0].to(wide), whole[3], **exact)
         averages = sums / (x.numel() / x.size(1))
         applied = ops("batch_norm_act_backward_apply", *shared, averages, *case.formula, True)
         assert torch.equal(applied[1], whole[1])
