@@ -17,6 +17,7 @@ NETWORKS = {
     "efficientnet_b0": "EfficientNet-B0", "mobilenet_v3_large": "MobileNetV3-L",
     "mobilenetv4_conv_small": "MobileNetV4-small", "convnext_tiny": "ConvNeXt-T",
     "resnet18": "ResNet-18", "resnet50": "ResNet-50", "vit_l_16": "ViT-L/16",
+    "gpt": "GPT", "bert": "BERT", "llama": "Llama", "diffusion_unet": "diffusion U-Net",
 }  # fmt: skip
 NAMES = {"eager": "eager torch", "compile": "torch.compile", "fused": "torch, fused=True"}
 MEMORY = {"fusedtrain": 'memory="recompute"', "store": 'memory="store"'}
@@ -203,6 +204,8 @@ PANELS: Sequence[tuple[str, Callable[..., Panel], str, str, Mapping[str, Any], S
     ("whole_step", times, "A whole training step: forward, backward, optimizer", "conv_bn",
      {"job": "train"}, ()),
     ("whole_step", amounts, _BATCH, "memory", {}, ["fits"]),
+    ("transformers", times, "A training step with dropout: forward, backward, AdamW",
+     "transformers", {}, ()),
     ("folding", times, "Inference with folded norms: fold_conv_bn", "conv_bn",
      {"job": "inference"}, ()),
     ("folding", times, "A training step with frozen norms: fold_frozen_norms", "conv_bn",

@@ -288,7 +288,6 @@ BN: dict[str, object] = {
 STEPS = (
     ("EfficientNet-B0", "efficientnet_b0", "contiguous"),
     ("EfficientNet-B0", "efficientnet_b0", "channels_last"),
-    ("ConvNeXt-T", "convnext_tiny", "channels_last"),
 )
 GPU: dict[str, object] = {
     "device": "NVIDIA H200",
@@ -307,6 +306,8 @@ HEADLINES: tuple[tuple[str, str, dict[str, object], str], ...] = (
     *((f"a whole training step, {name}, {layout}", "conv_bn",
        {**EPYC, "model": model, "job": "train", "layout": layout}, "")
       for name, model, layout in STEPS),
+    ("bfloat16 autocast: a step of a small GPT with dropout", "transformers",
+     {**EPYC, "model": "gpt", "dtype": "bfloat16 AMP"}, ""),
     *((f"bfloat16 autocast, channels_last, batch 128: a step of {name} {how}", "conv_bn",
        {**GPU, "model": model}, field)
       for name, model in (("EfficientNet-B0", "efficientnet_b0"), ("ResNet-50", "resnet50"))

@@ -22,7 +22,7 @@ from helpers.processes import run_python
 
 
 def test_families_are_those_of_the_files() -> None:
-    assert len(store.FAMILIES) == 12
+    assert len(store.FAMILIES) == 13
     assert set(BOUNDED) < set(store.FAMILIES)
     assert {"bounded", "kept"} == set(ALLOCATORS)
 
@@ -104,12 +104,13 @@ def test_selections() -> None:
 
 
 def test_the_first_rows_are_large() -> None:
-    """`make gpu` measures them first: an H100's L2 cache of 50 MB is too small."""
+    """`make gpu` measures them first: an H100's L2 cache of 50 MB is too small, but for batch norms
+    of one launch."""
     modules = [importlib.import_module(f"benchmarks.bench_{family}") for family in store.FAMILIES]
     cases = [case for module in modules for case in getattr(module, "FIRST", ())]
     ops = [prod(case.shape) for case in cases if hasattr(case, "shape")]
-    assert (len(cases), len(ops)) == (40, 34)
-    assert min(*ops, shapes.count(shapes.shapes("resnet50"))) * 2 > 50e6
+    assert (len(cases), len(ops)) == (44, 38)
+    assert min(*sorted(ops)[4:], shapes.count(shapes.shapes("resnet50"))) * 2 > 50e6
 
 
 # --- runs ---
