@@ -92,9 +92,9 @@ def averages_kernel(  # equal (other=): sums are of products: the other factor i
     slope = tl.sum(slopes * factor, axis=1)[:, None]
     most = tl.max(tl.abs(factor), axis=1)[:, None]
     least = most * _LEAST_FACTOR
-    # equal (<= for <, >= for >): the bound itself stays
+    # equal (<= for <): the bound itself stays
     least = tl.where(least < tiny, tiny, least)
-    # equal (<= for <, >= for >): the bound itself stays
+    # equal (>= for >): the bound itself stays
     least = tl.where(least > most, most, least)
     # equal (<= for <): the averages have the sign of what they are multiplied by
     signed = tl.where(factor < 0.0, -least, least)
