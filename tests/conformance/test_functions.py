@@ -75,7 +75,9 @@ def test_numbers(case: str, dtype: torch.dtype) -> None:
             if torch.finfo(dtype).bits == 16 and not spread(a, t) <= max(2.0, 2 * spread(b, t)):
                 differences.add(part)
     assert count
-    differences |= {p for p in worst if not worst[p] <= max(LIMIT[dtype], slack[p])}
+    # In float64 the truth is torch's rounding, in a norm of three numbers 53 eps off (ours: 32).
+    limit = LIMIT[dtype] * (growth if dtype is torch.float64 else 1)
+    differences |= {p for p in worst if not worst[p] <= max(limit, slack[p])}
     judge(f"functions/numbers/{case}", differences, dtype)
 
 
