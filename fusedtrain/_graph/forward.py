@@ -245,6 +245,12 @@ class Rewritten(Replacement):
             )
         return True
 
+    def is_called(self, module: nn.Module) -> bool:
+        """Whether a call of its module asks for it: nobody has set another forward since."""
+        if "forward" in module.__dict__ or type(module).forward is not self.stock:
+            return False
+        return module.__dict__.get("_compiled_call_impl") is None
+
     def stands_in(self) -> bool:
         """Whether the generated forward may run now instead of that of the class."""
         if is_fx_tracing():

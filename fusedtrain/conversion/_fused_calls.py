@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .._graph.forward import rewritten_of
-from .._graph.hooks import OBSERVERS, announced, is_hooked
+from .._graph.hooks import OBSERVERS, all_are_hooked, announced, is_hooked
 from ..nn.norm import BatchNormActBase, norm_act
 from ..nn.parts import activation_of
 from ..ops import group_norm
@@ -99,8 +99,8 @@ def with_epilogue(
     if (
         rewritten is not None
         and EPILOGUE in rewritten.arguments
-        and not is_hooked(module)
-        and module.__dict__.get("_compiled_call_impl") is None
+        and rewritten.is_called(module)
+        and not (is_hooked(module) or all_are_hooked())
         and rewritten.stands_in()
     ):
         output: Tensor = rewritten.function(module, *args, **kwargs, **{EPILOGUE: epilogue})

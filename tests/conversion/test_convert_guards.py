@@ -162,10 +162,33 @@ def test_hooks_below_parts_that_change_places() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-@pytest.mark.parametrize("block", ["Unit", "Nested", "Gate", "Glu", "Dropped", "Deployed"])
+@pytest.mark.parametrize("block", ["Unit", "Nested", "", "Gate", "Glu", "Dropped", "Deployed"])
 def test_hooks_of_all_modules_see_what_they_saw(block: str, kind: str) -> None:
-    with Pair(lambda: made(block)) as pair:
+    with Pair(lambda: made(block) if block else deeper()) as pair:
         pair.edit(changes.hook_all, kind)
+        pair.call(changes.whole)
+
+
+def deeper() -> nn.Module:
+    return zoo.Nested(nn.ReLU(), deeper=True)
+
+
+HALVED = (
+    "m.__class__ = type('Halved', (type(m),), "
+    "{'forward': lambda self, *args: super(type(self), self).forward(*args) * 0.5})"
+)
+
+
+@pytest.mark.parametrize("kind", ["own", "subclass"])
+@pytest.mark.parametrize("place", [*HOOKED, "a part of such a part"])
+def test_another_forward_of_a_part_runs(place: str, kind: str) -> None:
+    """As accelerate sets it for a module whose weights are elsewhere."""
+    block, path = HOOKED.get(place, ("", "body.1"))
+    with Pair(lambda: made(block) if block else deeper()) as pair:
+        if kind == "own":
+            pair.edit(changes.rebind, path, "own")
+        else:
+            pair.edit(changes.run, path, HALVED)
         pair.call(changes.whole)
 
 
