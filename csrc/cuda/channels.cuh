@@ -107,7 +107,8 @@ __device__ __forceinline__ int steps_left(int64_t left, int64_t stride) {
 // First walk.
 template <class Job, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims at 80 registers
-    planes_kernel(const Job job, const Channels c, int64_t per_group, int, double* shares) {
+    planes_kernel(const Job job, const Channels c, int64_t per_group, int,
+                  typename Compute<typename Job::S>::T* shares) {
   using S = typename Job::S;
   using V = Vec<S, kWide>;
   using T = typename V::T;
@@ -156,7 +157,8 @@ __global__ void __launch_bounds__(kThreads, 2)  // without the number ptxas aims
 // Second walk.
 template <class Job, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)
-    columns_kernel(const Job job, const Channels c, int64_t per_group, int across, double* shares) {
+    columns_kernel(const Job job, const Channels c, int64_t per_group, int across,
+                   typename Compute<typename Job::S>::T* shares) {
   using S = typename Job::S;
   using V = Vec<S, kWide>;
   using T = typename V::T;
@@ -207,16 +209,28 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <class Job, bool kWide>
-void run_walk(const Job& job, const Plan& plan, const Channels& c, double* shares, void* sums,
+void run_walk(const Job& job, const Plan& plan, const Channels& c, double* workspace, void* sums,
               void* stream) {
   using T = typename Compute<typename Job::S>::T;
+  T* const shares = shares_in<T>(workspace);
   launch(plan.columns ? &columns_kernel<Job, kWide> : &planes_kernel<Job, kWide>,
          plan.parts * plan.groups, kThreads, stream, 0, job, c, plan.per_group, plan.across,
          shares);
   if (!Job::kSums) return;
   const int64_t count = c.samples * c.channels;
-  add_shares(static_cast<const double*>(shares), static_cast<T*>(sums), count, plan.groups,
-             plan.shares / count, plan.shares, stream);
+  add_shares(shares, static_cast<T*>(sums), count, plan.groups, plan.shares / count, plan.shares,
+             stream);
+}
+
+// A job in vectors where they fit.
+template <class Job>
+void run_job(const Job& job, const Channels& c, bool aligned, double* workspace, void* sums,
+             void* stream) {
+  using S = typename Job::S;
+  const Plan plan = plan_for<S>(c, aligned, kTogether<Job>);
+  if constexpr (sizeof(S) < 8)
+    if (plan.wide) return run_walk<Job, true>(job, plan, c, workspace, sums, stream);
+  run_walk<Job, false>(job, plan, c, workspace, sums, stream);
 }
 
 }  // namespace

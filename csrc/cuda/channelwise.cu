@@ -116,7 +116,8 @@ __device__ __forceinline__ int at_most(int64_t left) {
 template <template <class> class Formula, bool kBackward, bool kWide, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     segments_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
-                    int, double* shares, int64_t shares_of_parameter, int parameter_count) {
+                    int, typename Compute<S>::T* shares, int64_t shares_of_parameter,
+                    int parameter_count) {
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   constexpr int kSegment = kWarp * kVecs<S> * V::kLanes;
@@ -164,7 +165,8 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <template <class> class Formula, bool kBackward, bool kWide, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     columns_kernel(Tensors<S> t, int64_t rows, int64_t channels, int64_t inner, int64_t per_group,
-                   int across, double* shares, int64_t shares_of_parameter, int parameter_count) {
+                   int across, typename Compute<S>::T* shares, int64_t shares_of_parameter,
+                   int parameter_count) {
   using V = Vec<S, kWide>;
   using P = typename Compute<S>::T;
   const int64_t columns = channels * inner;
@@ -248,7 +250,7 @@ void run(const Call& call, void* stream) {
                                 : (plan.wide ? &segments_kernel<Formula, kBackward, true, S>
                                              : &segments_kernel<Formula, kBackward, false, S>);
     launch(kernel, plan.parts * plan.groups, kThreads, stream, 0, tensors_of<S>(call), call.rows,
-           call.channels, call.inner, plan.per_group, plan.across, shares_of(call),
+           call.channels, call.inner, plan.per_group, plan.across, shares_in<S>(shares_of(call)),
            plan.groups * plan.shares, parameters_of(call));
   });
 }
@@ -271,7 +273,7 @@ void compute(const ChannelwiseBackward& call, void* stream) {
     using S = std::remove_pointer_t<decltype(null)>;
     const Plan plan = plan_of<S>(call);
     for (int k = 0; k < call.parameter_count; ++k)
-      add_shares(static_cast<const double*>(call.shares + k * plan.groups * plan.shares),
+      add_shares(shares_in<S>(call.shares) + k * plan.groups * plan.shares,
                  static_cast<S*>(call.grad_parameters[k]), call.channels, plan.groups,
                  plan.shares / call.channels, plan.shares, stream);
   });

@@ -15,7 +15,8 @@ constexpr int kBlocksPerMultiprocessor = 2;
 template <class S>
 int64_t share_room(const DepthwiseBackward& call) {
   // equal (times two): the speed alone changes
-  const int64_t shares = call.out_channels() * (call.taps() + 1) * int64_t(sizeof(double));
+  const int64_t shares =
+      call.out_channels() * (call.taps() + 1) * int64_t(sizeof(typename Compute<S>::T));
   // equal (times two): the speed alone changes
   const int64_t tensors = call.samples * int64_t(sizeof(S)) *
                           // equal (times two, - for +): the speed alone changes
@@ -39,8 +40,8 @@ template <class S>
 void add_group_shares(const DepthwiseBackward& call, int64_t groups, void* stream) {
   const int64_t weights = call.out_channels() * call.taps();
   const int64_t numbers = weights + call.out_channels();
-  add_shares(static_cast<const double*>(call.shares), static_cast<S*>(call.grad_weight), numbers,
-             groups, 1, numbers, stream, static_cast<S*>(call.grad_bias), weights);
+  add_shares(shares_in<S>(call.shares), static_cast<S*>(call.grad_weight), numbers, groups, 1,
+             numbers, stream, static_cast<S*>(call.grad_bias), weights);
 }
 
 }  // namespace

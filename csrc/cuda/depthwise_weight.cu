@@ -153,7 +153,7 @@ __device__ __forceinline__ void add_steps(const WeightWalk<I>& w, I first, I end
 
 template <class S, class I, class K>
 __global__ void __launch_bounds__(kThreads, 2)
-    weight_kernel(const WeightWalk<I> w, double* shares) {
+    weight_kernel(const WeightWalk<I> w, typename Compute<S>::T* shares) {
   using V = Vec<S, K::kWide>;
   using T = typename V::T;
   constexpr int kSums = K::kTaps * K::kColumns;
@@ -175,10 +175,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (exists && slot < w.slots)
     add_steps<K, V, S>(w, first + slot, end, channel, slice_tap, row_tap, column_tap, sum, bias);
 
-  double* const share = shares + group * w.numbers;
+  T* const share = shares + group * w.numbers;
   const int32_t taps = w.kernel[0] * w.kernel[1] * w.kernel[2];
   // Number i of the sums of a unit, of lane l; the last one is the bias.
-  const auto write = [&](int i, I unit, int l, double total) {
+  const auto write = [&](int i, I unit, int l, T total) {
     const I tap_unit = unit / w.lanes, tap_group = tap_part * w.tap_units + tap_unit;
     const I channel = first_channel + (unit - tap_unit * w.lanes) * V::kLanes + l;
     if (channel >= w.channels || tap_group >= w.tap_groups) return;
@@ -289,7 +289,7 @@ void depthwise_weight(const DepthwiseBackward& call, void* stream) {
     using Walk = WeightWalk<decltype(index)>;
     const Walk w = Walk::template make<S>(call, shape);
     launch(&weight_kernel<S, decltype(index), decltype(shape)>, int64_t(w.parts) * w.groups,
-           kThreads, stream, 0, w, call.shares);
+           kThreads, stream, 0, w, shares_in<S>(call.shares));
     add_group_shares<S>(call, w.groups, stream);
   });
 }

@@ -142,7 +142,7 @@ __device__ __forceinline__ typename Compute<S>::T exact_sum(const PlanesWalk& w,
 
 template <class S, class P>
 __global__ void __launch_bounds__(kThreads, kTileBlocks)
-    planes_weight_kernel(const PlanesWalk w, double* shares) {
+    planes_weight_kernel(const PlanesWalk w, typename Compute<S>::T* shares) {
   using T = typename Compute<S>::T;
   constexpr int kSums = P::kTaps * P::kTaps;
   // equal (the next block #1): blocks only change places
@@ -235,7 +235,7 @@ bool depthwise_weight_planes(const DepthwiseBackward& call, void* stream) {
     using S = decltype(stored);
     const PlanesWalk w = PlanesWalk::make<S>(call, shape.kTile);
     launch(&planes_weight_kernel<S, decltype(shape)>, int64_t(w.parts) * w.groups, kThreads, stream,
-           0, w, call.shares);
+           0, w, shares_in<S>(call.shares));
     add_group_shares<S>(call, w.groups, stream);
   });
 }

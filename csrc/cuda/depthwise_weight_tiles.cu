@@ -92,7 +92,7 @@ __device__ __forceinline__ typename Compute<S>::T exact_sum(const WeightTileWalk
 
 template <class S, class P>
 __global__ void __launch_bounds__(P::kThreads, 2)
-    tiles_weight_kernel(const WeightTileWalk w, double* shares) {
+    tiles_weight_kernel(const WeightTileWalk w, typename Compute<S>::T* shares) {
   using T = typename Compute<S>::T;
   constexpr int kTaps = P::kTaps;
   constexpr int kSources = P::kSourceRows * P::kSourceColumns * kPositionVectors;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(P::kThreads, 2)
   }
   __syncthreads();
   if (half == 1) return;
-  double* const share = shares + group * w.numbers;
+  T* const share = shares + group * w.numbers;
 #pragma unroll
   for (int l = 0; l < kQuad; ++l) {
     if (channel + l >= w.channels) continue;
@@ -229,7 +229,7 @@ bool depthwise_weight_tiles(const DepthwiseBackward& call, void* stream) {
     using S = decltype(stored);
     const auto w = WeightTileWalk::make<S>(call, shape.kRows, shape.kColumns);
     launch(&tiles_weight_kernel<S, decltype(shape)>, int64_t(w.parts) * w.groups, shape.kThreads,
-           stream, 0, w, call.shares);
+           stream, 0, w, shares_in<S>(call.shares));
     add_group_shares<S>(call, w.groups, stream);
   });
 }

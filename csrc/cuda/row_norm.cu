@@ -16,9 +16,11 @@ template <class S>
 constexpr int kMostOfThread = sizeof(S) == 8 ? 8 : 16;
 template <class S>
 constexpr int kMostElements = kMostThreads * kMostOfThread<S>;
-constexpr int kFarThreads = 128;     // of far_forward_kernel and far_backward_kernel
-constexpr int kChunk = 64;           // elements that a thread adds up in the type computed in
-constexpr int64_t kRowsAShare = 16;  // at least
+constexpr int kFarThreads = 128;  // of far_forward_kernel and far_backward_kernel
+constexpr int kChunk = 64;        // elements that a thread adds up in the type computed in
+// At least. A block needs about 1 us for a row (a load, two sums over the block): with 16 rows a
+// share backward of 1,024 rows would take 16 us, of 5 MB.
+constexpr int64_t kRowsAShare = 4;
 
 // In all threads: the sum over the block. Any number of whole warps.
 template <class T>
@@ -122,6 +124,18 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
 }
 
+// Sums of a thread, in stores of 16 bytes where its vectors are.
+template <class V>
+__device__ __forceinline__ void leave(const typename V::T (&sum)[V::kLanes],
+                                      typename V::T* shares) {
+  Vec<typename V::T, V::kIsWide> part;
+#pragma unroll
+  for (int l = 0; l < V::kLanes; ++l) {
+    part.lane[l % part.kLanes] = sum[l];
+    if (l % part.kLanes == part.kLanes - 1) part.store(shares + l - l % part.kLanes);
+  }
+}
+
 // Rows blockIdx.x, blockIdx.x + gridDim.x, ...; shares is [blocks, 2, n] (or null).
 template <class S, bool kWide, int kPer>
 __global__ void __launch_bounds__(kMostThreads, 1)
@@ -173,16 +187,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   }
   if (c.grad_weight == nullptr && c.grad_bias == nullptr) return;
-  double* share = c.shares + int64_t(blockIdx.x) * 2 * c.n;
+  T* share = shares_in<S>(c.shares) + int64_t(blockIdx.x) * 2 * c.n;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int at = threadIdx.x + j * blockDim.x;
     if (at >= each) continue;
-#pragma unroll
-    for (int l = 0; l < V::kLanes; ++l) {
-      share[int64_t(at) * V::kLanes + l] = double(of_weight[j][l]);
-      share[c.n + int64_t(at) * V::kLanes + l] = double(of_bias[j][l]);
-    }
+    leave<V>(of_weight[j], share + int64_t(at) * V::kLanes);
+    leave<V>(of_bias[j], share + c.n + int64_t(at) * V::kLanes);
   }
 }
 
@@ -353,17 +364,6 @@ struct AffineJob {
   }
 };
 
-template <class Job>
-void add_channels(const Job& job, const Channels& c, bool aligned, double* shares, void* sums,
-                  void* stream) {
-  if (sums == nullptr) return;
-  using S = typename Job::S;
-  const Plan plan = plan_for<S>(c, aligned, kTogether<Job>);
-  if constexpr (sizeof(S) < 8)
-    if (plan.wide) return run_walk<Job, true>(job, plan, c, shares, sums, stream);
-  run_walk<Job, false>(job, plan, c, shares, sums, stream);
-}
-
 template <class Call, class T>
 void run_far(void (*columns)(Call, T), void (*row)(Call, T), const Call& call, void* stream) {
   const int64_t blocks = call.rows * call.inner;
@@ -411,18 +411,20 @@ void compute(const RowNormBackward& call, void* stream) {
                threads, stream, 0, call, inverse_of<T>(call));
       });
       if (of_weight != nullptr || of_bias != nullptr)
-        add_shares(static_cast<const double*>(call.shares), of_weight, 2 * call.n, blocks, 1,
-                   2 * call.n, stream, of_bias, call.n);
+        add_shares(shares_in<T>(call.shares), of_weight, 2 * call.n, blocks, 1, 2 * call.n, stream,
+                   of_bias, call.n);
       return;
     }
     run_far(&far_backward_kernel<S, true>, &far_backward_kernel<S, false>, call, stream);
     const Channels shape = {1, call.rows, call.n, call.inner};
     const S *grad = static_cast<const S*>(call.grad), *x = static_cast<const S*>(call.x);
     const T *mean = static_cast<const T*>(call.mean), *rstd = static_cast<const T*>(call.rstd);
-    add_channels(AffineJob<S, 2>{grad, x, mean, rstd, call.n, call.inner}, shape, fits, call.shares,
-                 of_weight, stream);
-    add_channels(AffineJob<S, 1>{grad, x, mean, rstd, call.n, call.inner}, shape, fits, call.shares,
-                 of_bias, stream);
+    if (of_weight != nullptr)
+      run_job(AffineJob<S, 2>{grad, x, mean, rstd, call.n, call.inner}, shape, fits, call.shares,
+              of_weight, stream);
+    if (of_bias != nullptr)
+      run_job(AffineJob<S, 1>{grad, x, mean, rstd, call.n, call.inner}, shape, fits, call.shares,
+              of_bias, stream);
   });
 }
 

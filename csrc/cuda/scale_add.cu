@@ -66,16 +66,6 @@ struct ScaleBackwardJob {
   }
 };
 
-template <class Job, class... P>
-void run_job(const Job& job, const Channels& c, double* shares, void* sums, void* stream,
-             const P*... pointers) {
-  using S = typename Job::S;
-  const Plan plan = plan_for<S>(c, aligned(pointers...), kTogether<Job>);
-  if constexpr (sizeof(S) < 8)
-    if (plan.wide) return run_walk<Job, true>(job, plan, c, shares, sums, stream);
-  run_walk<Job, false>(job, plan, c, shares, sums, stream);
-}
-
 }  // namespace
 
 // Enough for either walk of any dtype.
@@ -100,11 +90,11 @@ void compute(const ScaleForward& call, void* stream) {
             *residual = static_cast<const S*>(call.residual);
     S* y = static_cast<S*>(call.y);
     if (residual != nullptr)
-      run_job(ScaleForwardJob<S, true>{x, scale, residual, y}, call.shape, nullptr, nullptr, stream,
-              x, residual, y);
+      run_job(ScaleForwardJob<S, true>{x, scale, residual, y}, call.shape, aligned(x, residual, y),
+              nullptr, nullptr, stream);
     else
-      run_job(ScaleForwardJob<S, false>{x, scale, residual, y}, call.shape, nullptr, nullptr,
-              stream, x, y);
+      run_job(ScaleForwardJob<S, false>{x, scale, residual, y}, call.shape, aligned(x, y), nullptr,
+              nullptr, stream);
   });
 }
 
@@ -115,11 +105,11 @@ void compute(const ScaleBackward& call, void* stream) {
             *scale = static_cast<const S*>(call.scale);
     S* out = static_cast<S*>(call.grad_input);
     if (x != nullptr)
-      run_job(ScaleBackwardJob<S, true>{grad, x, scale, out}, call.shape, call.shares,
-              call.grad_scale, stream, grad, x, out);
+      run_job(ScaleBackwardJob<S, true>{grad, x, scale, out}, call.shape, aligned(grad, x, out),
+              call.shares, call.grad_scale, stream);
     else
-      run_job(ScaleBackwardJob<S, false>{grad, x, scale, out}, call.shape, nullptr, nullptr, stream,
-              grad, x, out);
+      run_job(ScaleBackwardJob<S, false>{grad, x, scale, out}, call.shape, aligned(grad, x, out),
+              nullptr, nullptr, stream);
   });
 }
 

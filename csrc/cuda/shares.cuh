@@ -1,5 +1,5 @@
-// Second stage of sums: blocks of another kernel left shares, and these are added up in double, in
-// a fixed order.
+// Second stage of sums: blocks of another kernel left shares, in the type that they compute in, and
+// these are added up in double, in a fixed order.
 //
 // Many threads share a sum. With a warp a sum, and no load in advance, this stage took 59 of 276 us
 // of a residual branch's scale (bfloat16, [445, 196, 768]), with a thread a sum 96 of 932 us of a
@@ -15,12 +15,18 @@ namespace {
 
 constexpr int kSharesThreads = 256, kMostTeam = 64;
 
+// A workspace, which has room for as many doubles.
+template <class S>
+__host__ __device__ __forceinline__ typename Compute<S>::T* shares_in(double* workspace) {
+  return reinterpret_cast<typename Compute<S>::T*>(workspace);
+}
+
 // Sum `at` has `columns` neighbouring shares in each of the groups, which are `of_group` apart.
 // Threads side by side have neighbouring sums, of `team` threads each. Sums from `split` on belong
 // to `rest`; either place may be null.
 template <class S>
 __global__ void __launch_bounds__(kSharesThreads)
-    add_shares_kernel(const double* shares, S* sums, int64_t count, uint32_t groups,
+    add_shares_kernel(const typename Compute<S>::T* shares, S* sums, int64_t count, uint32_t groups,
                       uint32_t columns, int64_t of_group, int team, S* rest, int64_t split) {
   __shared__ double scratch[kSharesThreads];
   const int side = kSharesThreads / team;
@@ -45,8 +51,9 @@ __global__ void __launch_bounds__(kSharesThreads)
 }
 
 template <class S>
-void add_shares(const double* shares, S* sums, int64_t count, int64_t groups, int64_t columns,
-                int64_t of_group, void* stream, S* rest = nullptr, int64_t split = INT64_MAX) {
+void add_shares(const typename Compute<S>::T* shares, S* sums, int64_t count, int64_t groups,
+                int64_t columns, int64_t of_group, void* stream, S* rest = nullptr,
+                int64_t split = INT64_MAX) {
   int team = 1;
   while (team < kMostTeam && team < groups * columns) team *= 2;
   launch(&add_shares_kernel<S>, ceil_div(count, kSharesThreads / team), kSharesThreads, stream, 0,
