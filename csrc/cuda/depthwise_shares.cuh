@@ -14,9 +14,9 @@ constexpr int kBlocksPerMultiprocessor = 2;
 // Groups whose shares are a twentieth of the tensors.
 template <class S>
 int64_t share_room(const DepthwiseBackward& call) {
+  using T = typename Compute<S>::T;
   // equal (times two): the speed alone changes
-  const int64_t shares =
-      call.out_channels() * (call.taps() + 1) * int64_t(sizeof(typename Compute<S>::T));
+  const int64_t shares = call.out_channels() * (call.taps() + 1) * int64_t(sizeof(T));
   // equal (times two): the speed alone changes
   const int64_t tensors = call.samples * int64_t(sizeof(S)) *
                           // equal (times two, - for +): the speed alone changes
