@@ -130,6 +130,7 @@ class Site(Unit):
         change.crosses = any(step.kind in ("drop", "add") for step in self.steps)
         change.draws_later = next((step for step in later if step.kind == "drop"), None)
         change.inner = call if level else None
+        change.overwrites = self.overwrites and not level
         if level < self.last:
             change.ending = list(_to_the_end(nodes[-1]))
         for node, step in members.items():

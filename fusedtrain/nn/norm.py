@@ -181,13 +181,13 @@ class BatchNormActBase(BatchNormBase):
     def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(input, fx.Proxy):
             return self._traced(input, residual)
-        if residual is None and self._as_torch:
-            output = BatchNormBase.forward(self, input)
-            recomputed_as_torch(self, input, output)
-            return output
         state, children = self.__dict__, self.__dict__["_modules"]
         drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
         act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
+        if residual is None and self._as_torch and hands_on(drop) and hands_on(act):
+            output = BatchNormBase.forward(self, input)
+            recomputed_as_torch(self, input, output)
+            return output
         return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)
 
     def _traced(self, input: Any, residual: Any) -> Any:
