@@ -253,6 +253,20 @@ def test_the_idle_parts_of_timms_norm(followed: bool, memory: str, change: str) 
         pair.call(changes.whole)
 
 
+@pytest.mark.filterwarnings("ignore:.*fusedtrain.convert found")
+@pytest.mark.parametrize("name", ["freeze_batch_norm_2d", "convert_sync_batchnorm"])
+def test_timms_functions_keep_the_activation_of_a_norm(name: str) -> None:
+    """They ask with `isinstance` whether it is a norm of timm's."""
+    timm()
+    layers = importlib.import_module("timm.layers")
+    with Pair(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), layers.BatchNormAct2d(4))) as pair:
+        assert isinstance(pair.sides[1].part("1"), fusedtrain.nn.BatchNormAct2d)
+        for change in (changes.deepcopied, changes.pickled):
+            pair.edit(change)
+        pair.edit(lambda side: getattr(layers, name)(side.model).eval())
+        pair.call(changes.whole)
+
+
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 @pytest.mark.parametrize("block", ["Unit", "Nested", "", "Gate", "Glu", "Dropped", "Deployed"])
 def test_hooks_of_all_modules_see_what_they_saw(block: str, kind: str) -> None:
