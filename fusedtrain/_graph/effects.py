@@ -97,6 +97,7 @@ class Effects:
         self.flow, self.form_of = flow, form_of
         self._graphs: dict[int, dict[fx.Node, Effect]] = {}
         self._summaries: dict[int, _Summary | None] = {}
+        self._traces: dict[int, Trace] = {}
 
     def of(self, owner: Trace, graph: fx.Graph) -> dict[fx.Node, Effect]:
         """The effect of each call in a graph of a forward."""
@@ -106,6 +107,13 @@ class Effects:
                 effects[node] = self._effect(owner, node, effects)
             self._graphs[id(graph)] = effects
         return self._graphs[id(graph)]
+
+    def traces_within(self, modules: Iterable[nn.Module]) -> Iterator[Trace]:
+        """The traces by which the effects of modules were judged; not of forwards that change what
+        they read, as a count of calls."""
+        parts = {id(part): None for module in modules for part in module.modules()}
+        traces = (self._traces[key] for key in parts if key in self._traces)
+        return (trace for trace in traces if trace.is_known)
 
     def is_overwritten(self, owner: Trace, node: fx.Node) -> bool:
         """Whether a call may write over the memory that `node` has allocated, in this forward or in
@@ -219,6 +227,7 @@ class Effects:
         traced = self.flow.trace_of(module) or trace(module, self.flow.modes)
         if isinstance(traced, str) or traced.usual is not None:
             return None
+        self._traces[id(module)] = traced
         return self._summary_of(traced)
 
     def _summary_of(self, owner: Trace) -> _Summary:

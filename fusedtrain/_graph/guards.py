@@ -32,6 +32,7 @@ _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
 _COMPARED = (*_NUMBERS, types.MethodType)  # a class method is another object at each look
 _TABLES = ("_modules", "_parameters", "_buffers")
+_FLAGS = ("inplace", "overwrite_input")
 
 
 class Seen(NamedTuple):
@@ -268,12 +269,14 @@ def _alive_ones(looks: Iterable[_Look]) -> Looked:
 
 
 def parts_of(modules: Iterable[nn.Module]) -> Looked:
-    """Everything in some modules, by which `Guards` see another part come into them."""
-    return [
-        (part, [Seen("children", "_modules", list(part._modules.items()))])
-        for module in modules
-        for part in module.modules()
-    ]
+    """Everything in some modules, by which `Guards` see another part come into them, or the flags
+    of a part change by which it writes over its input."""
+    rows = []
+    for part in (part for module in modules for part in module.modules()):
+        state = vars(part)
+        flags = [Seen("value", flag, state[flag]) for flag in _FLAGS if flag in state]
+        rows.append((part, [Seen("children", "_modules", list(part._modules.items())), *flags]))
+    return rows
 
 
 def _reference(module: Any) -> Callable[[], Any]:
@@ -294,7 +297,7 @@ class Guards:
             present one.
         passed: modules that it does not call, though the module's own forward does.
         still: the parts of modules across which calls were moved: neither may another module come
-            into them, nor a hook, which would see another order.
+            into them, nor a hook or another forward, which would see another order.
         stale: an attribute that had changed already when these guards were copied from others;
             None if none had. A copy takes classes and globals as they are at that time.
     """
@@ -311,8 +314,10 @@ class Guards:
         self._names = [
             (*row[:2], _kept(row[2] if len(row) > 2 else _global(*row))) for row in names
         ]
-        self._passed = [(weakref.ref(m), type(m), type(m).forward) for m in passed]
+        self._passed = [(weakref.ref(m), type(m)) for m in passed]
         self._still = [_Look(module, seen) for module, seen in still]
+        classes = [cls for _, cls in self._passed] + [look.cls for look in self._still]
+        self._forwards = {cls: cls.forward for cls in classes}
         self.stale = stale
         if any(type(home) is Held and home.item is None for home, *_ in self._names):
             self.stale = "a name that no pickle finds"
@@ -321,7 +326,7 @@ class Guards:
         return {
             "looked": _alive_ones(self._looks),
             "names": [row if type(row[2]) in _NUMBERS else row[:2] for row in self._names],
-            "passed": [m for ref, *_ in self._passed if (m := ref()) is not None],
+            "passed": [m for ref, _ in self._passed if (m := ref()) is not None],
             "still": _alive_ones(self._still),
             "stale": self.changed(),
         }
@@ -346,9 +351,10 @@ class Guards:
         for home, name, value in self._names:
             if _differs(_global(home, name), value):
                 return f"`{name}` of {home}"
-        for ref, cls, forward in self._passed:
+        for ref, cls in self._passed:
             if type(ref()) is not cls:
                 return f"`__class__` of a {cls.__name__}"
+        for cls, forward in self._forwards.items():
             if cls.forward is not forward:
                 return f"`forward` of {cls.__name__}"
         return None
@@ -356,15 +362,23 @@ class Guards:
     def let_pass(self) -> bool:
         """Whether nobody would notice that some modules are not called: they have the classes
         that they had, no forward of their own, no hooks, and all modules have none."""
-        for ref, cls, _ in self._passed:
+        for ref, cls in self._passed:
             module = ref()
             if module is None or not is_untouched(module, cls):
                 return False
         if (self._passed or self._still) and all_are_hooked():
             return False
-        still = (look.module() for look in self._still)
-        # A module's own truth is another matter: torch.compile's wrappers have none.
-        return not any(is_hooked(module) for module in still if module is not None)
+        for look in self._still:
+            module = look.module()
+            if module is None:
+                continue
+            # A module's own truth is another matter: torch.compile's wrappers have none.
+            if is_hooked(module) or "forward" in module.__dict__:
+                return False
+            kind = type(module)
+            if kind is not look.cls and kind.forward is not self._forwards[look.cls]:
+                return False
+        return True
 
 
 for _class in (Guards, Seen, Contents, Same, Held, DeadChild):

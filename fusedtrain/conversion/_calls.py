@@ -201,7 +201,7 @@ def find_calls(
             of_use = not match or match.is_formula or gains(function, match.in_place, memory)
             reason = reason or (rules.of_forward if of_use else rules.of_graphs)(trace)
             if is_told or (of_use and not reason):
-                change = match and Change(trace, match.nodes, node, _kept(match), crosses=False)
+                change = match and Change(trace, match.nodes, node, _kept(match))
                 yield ActivationCall(
                     name=name,
                     module=module,

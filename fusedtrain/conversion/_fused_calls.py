@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .._graph.forward import rewritten_of
 from .._graph.hooks import OBSERVERS, all_are_hooked, announced, is_hooked
-from ..nn.norm import BatchNormActBase, norm_act
+from ..nn.norm import BatchNormAct2d, BatchNormActBase, norm_act
 from ..nn.parts import activation_of
 from ..ops import group_norm
 from ..ops.activations import pointwise
@@ -28,6 +29,15 @@ def _point(name: str, *parameters: float) -> Pointwise:
     point = pointwise(name, *parameters)
     assert point is not None
     return point
+
+
+@functools.cache
+def timms_norm() -> type:
+    """Our norm that is one of timm's, too: timm's functions that freeze or synchronise norms ask
+    with `isinstance` whether a norm has an activation."""
+    timms = importlib.import_module("timm.layers.norm_act").BatchNormAct2d
+    names = {"__module__": "fusedtrain.conversion", "__qualname__": "TimmBatchNormAct2d"}
+    return type("BatchNormAct2d", (BatchNormAct2d, timms), names)
 
 
 class Epilogue(NamedTuple):

@@ -124,7 +124,7 @@ class FusionPlan:
             site.assign()
         edits = edits_of(self.units)
         for edit in edits:
-            edit.install()
+            edit.install(self.effects)
         return [edit.trace.module for edit in edits]
 
 
@@ -135,16 +135,19 @@ class Edit:
     trace: Trace
     changes: list[tuple[Unit, Change]] = field(default_factory=list)
 
-    def install(self) -> None:
+    def install(self, effects: Effects) -> None:
         source, imports, _ = self.rewritten()
-        install(Rewritten(self.trace.module, source, imports, self._guards()))
+        install(Rewritten(self.trace.module, source, imports, self._guards(effects)))
 
-    def _guards(self) -> Guards:
+    def _guards(self, effects: Effects) -> Guards:
         """All that the source takes for granted."""
         passed = _once(module for _, change in self.changes for module in change.passed())
         still = _once(module for _, change in self.changes for module in change.crossed())
-        reads, owner = self.trace.reads, self.trace.module
-        return Guards(looked_at(reads), outside(reads, owner), passed, parts_of(still))
+        traces = [self.trace, *effects.traces_within(still)]
+        looked = [row for trace in traces for row in looked_at(trace.reads)]
+        looked += parts_of(module for module in passed if module._modules)
+        names = [row for trace in traces for row in outside(trace.reads, trace.module)]
+        return Guards(looked, dict.fromkeys(names), passed, parts_of(still))
 
     def rewritten(self) -> Source:
         module, graphs = self.trace.module, self.trace.graphs

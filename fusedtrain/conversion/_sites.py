@@ -4,7 +4,7 @@ value goes, from the one that calls the norm outwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..nn.norm import OURS
 from ..nn.parts import activation_of
 from ..reference.pointwise import POINTWISE
 from ._formulas import Match
-from ._fused_calls import EPILOGUE, Epilogue, norm_act_of, with_epilogue
+from ._fused_calls import EPILOGUE, Epilogue, norm_act_of, timms_norm, with_epilogue
 from ._report import FusedNorm
 from ._units import Change, Copy, Unit
 
@@ -28,16 +28,18 @@ FUSED: dict[type, type] = {
 }
 FUSED[nn.SyncBatchNorm] = fused_nn.SyncBatchNormAct
 FUSED.update({fused: fused for fused in tuple(FUSED.values())})
-_TIMM: dict[str, type] = {
-    "timm.layers.norm_act:BatchNormAct2d": fused_nn.BatchNormAct2d,
-    "timm.layers.norm_act:SyncBatchNormAct": fused_nn.SyncBatchNormAct,
+_TIMM: dict[str, Callable[[], type]] = {
+    "timm.layers.norm_act:BatchNormAct2d": timms_norm,
+    "fusedtrain.conversion:TimmBatchNormAct2d": timms_norm,
+    "timm.layers.norm_act:SyncBatchNormAct": lambda: fused_nn.SyncBatchNormAct,
 }
 
 
 def fused_class(module: nn.Module) -> type | None:
     """The class that a norm can be given."""
     cls = type(module)
-    return FUSED.get(cls) or _TIMM.get(f"{cls.__module__}:{cls.__qualname__}")
+    timms = _TIMM.get(f"{cls.__module__}:{cls.__qualname__}")
+    return FUSED.get(cls) if timms is None else timms()
 
 
 def has_own_steps(module: nn.Module) -> bool:
@@ -130,6 +132,7 @@ class Site(Unit):
         change.crosses = any(step.kind in ("drop", "add") for step in self.steps)
         change.draws_later = next((step for step in later if step.kind == "drop"), None)
         change.inner = call if level else None
+        change.overwrites = self.overwrites and not level
         if level < self.last:
             change.ending = list(_to_the_end(nodes[-1]))
         for node, step in members.items():
@@ -209,6 +212,7 @@ class Site(Unit):
         parts = ["add" if s.module is None else type(s.module).__name__ for s in self.steps]
         fused = fused_class(self.module)
         assert fused is not None
+        fused = next(cls for cls in fused.__mro__ if cls.__module__.startswith("fusedtrain.nn."))
         target = title(fused) if self.becomes_ours else "fusedtrain.functional.batch_norm_act"
         return FusedNorm(self.name, source, target, tuple(parts))
 

@@ -28,6 +28,7 @@ class Change:
     crosses: bool = True  # it has another operand or draws numbers, across what is in between
     steps: Mapping[fx.Node, Any] = field(default_factory=dict)  # parts that can be given up
     draws_later: Any = None  # the step of a forward further out that draws random numbers
+    overwrites: bool = False  # the input of the first call
     inner: fx.Node | None = None  # the call of a module that goes on, with less to do outside
     ending: Sequence[fx.Node] | None = None  # where steps further out are handed to it: the calls
     # from it to the end of the forward, of Identity, which would get their value
@@ -52,13 +53,16 @@ class Change:
 
     def crossed(self) -> Iterator[nn.Module | None]:
         """Modules across whose calls the call of a whole part moves, an operand is read or random
-        numbers are drawn."""
+        numbers are drawn; the module that moves, if it reads what others read, too; and who made
+        the input that is written over."""
         places = [self.order[node] for node in self.nodes]
-        if self.crosses:
-            between = list(self.order)[min(places) : max(places)]
-            yield from (self.trace.callee(n) for n in between if n not in self.nodes)
+        between = list(self.order)[min(places) : max(places)] if self.crosses else []
+        others = [n for n in between if n not in self.nodes and n.op.startswith("call")]
+        yield from map(self.trace.callee, (*others, *(self.nodes[:1] if others else ())))
         if self.inner is not None and self.place is not self.inner:
             yield self.trace.callee(self.inner)
+        if self.overwrites:
+            yield self.trace.callee(self.nodes[0].args[0])
 
 
 class Copy:

@@ -6,8 +6,10 @@ A subclass keeps everything of its torch module: arguments, defaults, attributes
 
 import torch
 from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from .. import functional as F
+from .._graph.hooks import all_are_hooked, is_untouched
 from .saving import SavingActivation
 
 
@@ -290,6 +292,18 @@ class Threshold(nn.Threshold):
         return F.threshold(input, self.threshold, self.value, self.inplace)
 
 
+def changed_relu(module: nn.Module) -> nn.Module | None:
+    """The ReLU in a module that had a class of timm, if a call of it is not that of a plain one."""
+    relu = module._modules.get("relu")
+    if relu is None or (
+        type(relu) in (nn.ReLU, ReLU)
+        and is_untouched(relu, type(relu))
+        and not (relu.inplace or all_are_hooked())
+    ):
+        return None
+    return relu
+
+
 class _InPlace(nn.Module):
     """An activation that torch.nn does not have, with the argument that its own ones have."""
 
@@ -321,6 +335,10 @@ class ReLUSquared(_InPlace):
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if not is_scripting():
+            relu = changed_relu(self)
+            if relu is not None:
+                return torch.square(relu(input))
         return F.relu_squared(input, self.inplace)
 
 
@@ -361,6 +379,10 @@ class StarReLU(nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
+        if not is_scripting():
+            relu = changed_relu(self)
+            if relu is not None:
+                return self.scale * relu(input) ** 2 + self.bias
         return F.star_relu(input, self.scale, self.bias)
 
 

@@ -53,7 +53,12 @@ class _NoQconfig:
         name, state = owner.__name__, {} if module is None else vars(module)
         parts = [state.get(kind) or state.get("_modules", {}).get(kind) for kind in ("act", "drop")]
         alone = module is not None and all(p is None or type(p) is nn.Identity for p in parts)
-        if not alone and sys._getframe(1).f_code.co_name == "convert_sync_batchnorm":
+        caller = sys._getframe(1)
+        file = caller.f_globals["__name__"]  # timm's function keeps the activation of timm's norms
+        alone = alone or (
+            file.startswith("timm.") and file in {c.__module__ for c in owner.__mro__}
+        )
+        if not alone and caller.f_code.co_name == "convert_sync_batchnorm":
             raise RuntimeError(
                 "torch.nn.SyncBatchNorm.convert_sync_batchnorm would drop the activation of "
                 f"{name}: use fusedtrain.nn.convert_sync_batchnorm"
@@ -181,13 +186,13 @@ class BatchNormActBase(BatchNormBase):
     def _fused(self, input: Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(input, fx.Proxy):
             return self._traced(input, residual)
-        if residual is None and self._as_torch:
-            output = BatchNormBase.forward(self, input)
-            recomputed_as_torch(self, input, output)
-            return output
         state, children = self.__dict__, self.__dict__["_modules"]
         drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
         act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
+        if residual is None and self._as_torch and hands_on(drop) and hands_on(act):
+            output = BatchNormBase.forward(self, input)
+            recomputed_as_torch(self, input, output)
+            return output
         return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)
 
     def _traced(self, input: Any, residual: Any) -> Any:

@@ -50,6 +50,8 @@ def activation_of(module: nn.Module) -> Pointwise | None:
         return None
     if row is None:
         return _NOTHING
+    if module._modules and _activations.changed_relu(module) is not None:
+        return None
     alone = _WITHOUT_PARAMETERS.get(cls)
     if alone is not None:
         return alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -197,6 +198,31 @@ def test_star_relu_child_is_not_a_module_of_its_own() -> None:
     assert list(model.state_dict()) == ["0.scale", "0.bias"]
     assert fusedtrain.convert(model).already == 1
     assert type(act.relu) is nn.ReLU
+
+
+RELU_CHANGES: dict[str, Callable[[Any], object]] = {
+    "hook": lambda act: act.relu.register_forward_hook(lambda *args: args[2] * 0.5),
+    "another": lambda act: setattr(act, "relu", nn.Tanh()),
+    "forward": lambda act: setattr(act.relu, "forward", torch.tanh),
+    "in place": lambda act: setattr(act.relu, "inplace", True),
+}
+
+
+@pytest.mark.parametrize("change", RELU_CHANGES)
+@pytest.mark.parametrize("name", ["StarReLU", "SquaredReLU"])
+@pytest.mark.parametrize("after", [nn.Conv2d, nn.BatchNorm2d])
+def test_the_relu_of_timms_class_changes_later(after: Any, name: str, change: str) -> None:
+    act = timm_class(f"metaformer.{name}")()
+    stock = nn.Sequential(after(2, 2) if after is not nn.Conv2d else after(2, 2, 1), act).double()
+    model = copy.deepcopy(stock)
+    assert len(fusedtrain.convert(model).converted) == 1
+    x = torch.randn(3, 2, 4, 4, dtype=torch.float64)
+    results = []
+    for one in (stock, model):
+        RELU_CHANGES[change](one[1])
+        between = one[0](x)
+        results.append((one(x), between, one[1](between)))
+    torch.testing.assert_close(*results)
 
 
 def test_star_relu_with_hooked_child_is_left() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -53,6 +53,36 @@ def test_numbers_names_and_revert(name: str) -> None:
         assert ours.stride() == torchs.stride()
     assert fusedtrain.revert(model) == 1
     assert vars(model[0]).keys() == vars(stock[0]).keys()
+
+
+class Standardized(nn.Conv2d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
+def _tiles(layer: nn.Module) -> None:  # as diffusers' pictures are made to tile
+    layer._conv_forward = lambda x, weight, bias: nn.functional.conv2d(
+        nn.functional.pad(x, (1, 1, 1, 1), "circular"), weight, bias, groups=layer.groups
+    )
+
+
+EDITS: dict[str, Callable[[nn.Module], object]] = {
+    "its own way to convolve": _tiles,
+    "another class": lambda layer: setattr(layer, "__class__", Standardized),
+    "padding": lambda layer: setattr(layer, "padding_mode", "circular"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_layer_that_convolves_otherwise_now(edit: str) -> None:
+    stock = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4)).double()
+    model = copy.deepcopy(stock)
+    fusedtrain.convert(model)
+    x = torch.randn(2, 4, 20, 20, dtype=torch.float64)
+    for one in (stock, model):
+        EDITS[edit](one[0])
+    for ours, torchs in zip(results(model, x), results(stock, x), strict=True):
+        torch.testing.assert_close(ours, torchs)
 
 
 def test_our_kernel_runs() -> None:

@@ -5,6 +5,7 @@ guard, or without the mend of a defect that `make fuzz ARGS="--only edits"` has 
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from fusedtrain._graph.forward import rewritten_of
 from fusedtrain._graph.modules import has_own_forward
 from fuzz import changes, zoo
 from fuzz.pairs import Pair
+from helpers.models import timm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -158,6 +160,110 @@ def test_hooks_below_parts_that_change_places() -> None:
         assert stands_in(pair.sides[1].model)
         for path in ("body.0", "short.0"):
             pair.edit(changes.hook, path, "forward")
+        pair.call(changes.whole)
+
+
+class _Short(nn.Module):
+    writes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act, self.conv = nn.LeakyReLU(0.1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.writes:
+            x = x.mul_(0.5)
+        y: torch.Tensor = self.conv(self.act(x))
+        return y
+
+
+class _Writing(_Short):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+class _Crossing(nn.Module):
+    """The fused call moves a read of x past the shortcut."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.short, self.act = kind, _Short(), nn.SiLU()
+        upsample = nn.Upsample(scale_factor=1)  # so that backward does not need x
+        self.body = nn.Sequential(upsample, nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.kind == "norm":
+            branch = self.body(x)
+            return self.act(branch + self.short(x))
+        gate = self.act(x) if self.kind == "gate" else torch.sigmoid(x)
+        other = self.short(x)
+        return gate * other if self.kind == "gate" else x * gate + other
+
+
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "flag of a layer": lambda m: setattr(m.short.act, "inplace", True),
+    "flag of the gate": lambda m: setattr(m.act, "inplace", True),
+    "flag that a forward reads": lambda m: setattr(m.short, "writes", True),
+    "own forward": lambda m: setattr(m.short, "forward", lambda x: x.mul_(0.5)),
+    "class": lambda m: setattr(m.short, "__class__", _Writing),
+    "forward of the class": lambda m: None,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fusedtrain.convert found")
+@pytest.mark.parametrize("change", WRITES)
+@pytest.mark.parametrize("kind", ["norm", "gate", "formula"])
+def test_a_part_writes_over_what_a_call_behind_it_reads(kind: str, change: str) -> None:
+    with Pair(lambda: _Crossing(kind)) as pair:
+        assert stands_in(pair.sides[1].model)
+        pair.edit(lambda side: WRITES[change](side.model))
+        if change == "forward of the class":
+            pair.patch(_Short, "forward", lambda self, x: x.mul_(0.5))
+        pair.call(changes.whole)
+        pair.call(changes.without_gradient)
+
+
+PARTS_OF_A_NORM: dict[str, Callable[[Any], object]] = {
+    "another module": lambda norm: setattr(norm, "act", nn.Tanh()),
+    "another drop": lambda norm: setattr(norm, "drop", nn.Tanh()),
+    "a hook": lambda norm: norm.act.register_forward_hook(lambda *args: args[2] * 0.5),
+    "a forward": lambda norm: setattr(norm.drop, "forward", torch.tanh),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fusedtrain.convert found")
+@pytest.mark.parametrize("change", PARTS_OF_A_NORM)
+@pytest.mark.parametrize("memory", ["store", "recompute"])
+@pytest.mark.parametrize("followed", [False, True])
+def test_the_idle_parts_of_timms_norm(followed: bool, memory: str, change: str) -> None:
+    timm()
+    norm = importlib.import_module("timm.layers").BatchNormAct2d
+    tail = [nn.SiLU()] if followed else []
+    with Pair(
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 1), norm(4, apply_act=False), *tail), memory
+    ) as pair:
+        pair.call(changes.whole)
+        pair.edit(
+            lambda side: (
+                side.spare.update(old=side.part("1").act),
+                PARTS_OF_A_NORM[change](side.part("1")),
+                None,
+            )[-1]
+        )
+        pair.call(changes.whole)
+
+
+@pytest.mark.filterwarnings("ignore:.*fusedtrain.convert found")
+@pytest.mark.parametrize("name", ["freeze_batch_norm_2d", "convert_sync_batchnorm"])
+def test_timms_functions_keep_the_activation_of_a_norm(name: str) -> None:
+    """They ask with `isinstance` whether it is a norm of timm's."""
+    timm()
+    layers = importlib.import_module("timm.layers")
+    with Pair(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), layers.BatchNormAct2d(4))) as pair:
+        assert isinstance(pair.sides[1].part("1"), fusedtrain.nn.BatchNormAct2d)
+        for change in (changes.deepcopied, changes.pickled):
+            pair.edit(change)
+        pair.edit(lambda side: getattr(layers, name)(side.model).eval())
         pair.call(changes.whole)
 
 

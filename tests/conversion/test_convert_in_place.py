@@ -43,6 +43,42 @@ def train(net: nn.Module, steps: int = 4, dtype: torch.dtype | None = None) -> l
     return losses
 
 
+def _keeps(conv: nn.Module) -> None:
+    conv.kept = []
+    conv.register_forward_hook(lambda module, args, output: module.kept.append(output))
+
+
+class _Through(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return input
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "a hook keeps its output": _keeps,
+    "a hook gives its input": lambda conv: conv.register_forward_hook(lambda m, args, y: args[0]),
+    "its forward gives its input": lambda conv: setattr(conv, "forward", lambda x: x),
+    "its class gives its input": lambda conv: setattr(conv, "__class__", _Through),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_who_made_the_input_has_changed_since(change: str) -> None:
+    stock = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.LeakyReLU(0.1)).double()
+    net = copy.deepcopy(stock)
+    assert fusedtrain.convert(net, memory="inplace").overwriting == ["1"]
+    results = []
+    for model in (stock, net):
+        CHANGES[change](model[0])
+        torch.manual_seed(0)
+        x = torch.randn(2, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+        inside = x * 1.0
+        output = model(inside)
+        total = output + sum(getattr(model[0], "kept", [inside]))
+        total.sin().sum().backward()
+        results.append([output, total, x.grad, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*results)
+
+
 def test_convert() -> None:
     net = darknet()
     stock = copy.deepcopy(net)
