@@ -21,16 +21,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .functions import closure_of, functions_of, resolved_or_none
+from .functions import attributes_of, closure_of, functions_of, resolved_or_none
 from .hooks import all_are_hooked, is_hooked, is_untouched
 from .intercept import Reads
 from .modules import FORWARD, is_library
 
 _MISSING: Any = object()
-_MOST_ITEMS = 64  # of a container that is compared item by item at each call
+# Items of a container that is compared at each call: with what is in them, and by themselves.
+_MOST_ITEMS, _MOST_BARE = 64, 1024
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
 _COMPARED = (*_NUMBERS, types.MethodType)  # a class method is another object at each look
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
@@ -139,10 +141,10 @@ def _held_in(path: str, place: int) -> Held:
 
 def _has_contents(value: Any) -> bool:
     """Whether a value is a container, or an object such as a configuration."""
-    if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+    if isinstance(value, _CONTAINERS):
         return True
     opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, logging.Logger)
-    if not hasattr(value, "__dict__") or isinstance(value, opaque):
+    if isinstance(value, opaque) or not (hasattr(value, "__dict__") or attributes_of(value)):
         return False
     return not (callable(value) and is_library(type(value).__module__))
 
@@ -151,21 +153,28 @@ def _kept(value: Any) -> Any:
     return Contents(_contents(value)) if _has_contents(value) else value
 
 
+def _bare(value: Any) -> Any:
+    """A copy of a container, whose items are compared as they compare themselves."""
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
 def _contents(value: Any, depth: int = 3) -> Any:
     """A copy of the numbers in a value, and of the containers of them; other objects as such."""
     if type(value) in _NUMBERS:
         return value
     if depth == 0 or not _has_contents(value):
         return Same(value)
-    if hasattr(value, "__len__") and len(value) > _MOST_ITEMS:
-        return Same(value), len(value)
+    if isinstance(value, _CONTAINERS) and len(value) > _MOST_ITEMS:
+        return (Same(value), len(value)) if len(value) > _MOST_BARE else _bare(value)
     if isinstance(value, (list, tuple, deque)):
         return [type(value), *(_contents(item, depth - 1) for item in value)]
     if isinstance(value, (set, frozenset)):
         return {_contents(item, 0) for item in value}
     if isinstance(value, dict):
         return {_contents(k, 0): _contents(item, depth - 1) for k, item in value.items()}
-    return Same(value), _contents(vars(value), depth)
+    return Same(value), _contents(attributes_of(value), depth)
 
 
 class _Look:
@@ -249,7 +258,10 @@ def _global(home: Any, name: str) -> Any:
 def _differs(now: Any, value: Any) -> bool:
     """Whether this is something else than `_kept` has kept."""
     if type(value) is Contents:
-        return now is _MISSING or bool(_contents(now) != value.contents)
+        try:
+            return now is _MISSING or bool(_contents(now) != value.contents)
+        except Exception:  # of a tensor in place of another
+            return True
     return now is not value and (
         type(now) is not type(value) or type(now) not in _COMPARED or bool(now != value)
     )

@@ -129,6 +129,8 @@ class Tracer(fx.Tracer):
         plain = type(a) in _PLAIN or hasattr(a, "_fields")  # fx knows named tuples
         if isinstance(a, (dict, list, tuple)) and not plain:
             self.guessed = f"its forward makes a value of type {type(a).__name__}"
+        if isinstance(a, float):
+            a = float(a)  # of numpy's, which source cannot name
         with self.seen.listening(False):
             return super().create_arg(a)
 

@@ -117,6 +117,8 @@ def trace_once(
         tracer.guessed = tracer.guessed or "its forward has a with statement"
     if tracer.seen.enters:
         tracer.guessed = tracer.guessed or "its forward works under no_grad, autocast or checkpoint"
+    if tracer.seen.asks_state:
+        tracer.guessed = tracer.guessed or f"its forward asks {tracer.seen.asks_state}()"
     return graph, tracer
 
 

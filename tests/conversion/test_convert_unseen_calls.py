@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,3 +147,47 @@ def test_contexts_that_a_helper_enters_stay() -> None:
     assert "no_grad, autocast" in str(report)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), stock(x))
+
+
+class Product(nn.Module):
+    """A product to fuse, and a factor from somewhere else."""
+
+    def __init__(self, scale: Any = None, factor: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.gate, self.up, self.scale, self.factor = (
+            *(nn.Linear(4, 4) for _ in "ab"),
+            scale,
+            factor,
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        y = nn.functional.silu(self.gate(x)) * self.up(x)
+        return y * (self.scale if self.factor is None else self.factor(self.scale))
+
+
+@pytest.mark.parametrize(
+    ("factor", "reason"),
+    [
+        (lambda _: 2.0 if torch.is_autocast_enabled("cpu") else 1.0, "asks is_autocast_enabled()"),
+        (
+            lambda _: 2.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+            "asks are_deterministic_algorithms_enabled()",
+        ),
+    ],
+)
+def test_a_forward_that_depends_on_more_than_it_shows_keeps_its_code(
+    factor: Any, reason: str
+) -> None:
+    report = fusedtrain.convert(Product([], factor))
+    assert not report.products
+    assert reason in report.left_products[0].reason
+    report = fusedtrain.convert(Product(np.ones(2), lambda scale: float(scale[0])))
+    assert "uses a ndarray" in report.left_products[0].reason
+
+
+@pytest.mark.parametrize("factor", [None, lambda _: 1 / np.sqrt(16)])
+def test_numbers_of_numpy_are_written_as_numbers(factor: Any) -> None:
+    model, x = Product(1 / np.sqrt(16), factor), torch.randn(2, 4)
+    stock = copy.deepcopy(model)
+    assert len(fusedtrain.convert(model).products) == 1
+    torch.testing.assert_close(model(x), stock(x))

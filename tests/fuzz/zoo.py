@@ -154,6 +154,13 @@ class Options:
         self.scale, self.sizes = scale, {"a": 1.0, "b": [0.5]}
 
 
+class Slotted:
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+
 class Asking(nn.Module):
     """Everything that a forward may ask for before it decides."""
 
@@ -166,6 +173,7 @@ class Asking(nn.Module):
         self.parts = nn.ModuleList([nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)])
         self.deploy, self.weights, self.options = False, [1.0, 0.5], Options()
         self.plain, self.mode = {"scale": 0.5}, "sum"
+        self.long, self.slotted = {str(i): 1.0 for i in range(70)}, Slotted()
 
     @property
     def half(self) -> float:
@@ -197,7 +205,8 @@ class Asking(nn.Module):
         x = F.silu(x) * len(self.names)
         if self.plain.get("bias"):
             x = x + self.plain["bias"]
-        return x * (self.options.scale + self.options.sizes["b"][0])
+        x = x * (self.options.scale + self.options.sizes["b"][0])
+        return x * (self.long["69"] * self.slotted.gain)
 
 
 class Defaults:
