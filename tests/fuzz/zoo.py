@@ -4,6 +4,7 @@ the shape [N, 4, 5, 6], so that parts can be called, cut out and put elsewhere.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -153,6 +154,17 @@ class Options:
     def __init__(self, scale: float = 0.75) -> None:
         self.scale, self.sizes = scale, {"a": 1.0, "b": [0.5]}
 
+    def scaled(self) -> float:
+        return self.scale
+
+
+def scaled(options: Options) -> float:
+    return options.scale
+
+
+class Listed(list[float]):
+    gain = 1.0
+
 
 class Slotted:
     __slots__ = ("gain",)
@@ -164,7 +176,7 @@ class Slotted:
 class Asking(nn.Module):
     """Everything that a forward may ask for before it decides."""
 
-    wide = False
+    wide, deep = False, 1.0
     names = ("left", "right")
 
     def __init__(self, act: nn.Module) -> None:
@@ -174,6 +186,8 @@ class Asking(nn.Module):
         self.deploy, self.weights, self.options = False, [1.0, 0.5], Options()
         self.plain, self.mode = {"scale": 0.5}, "sum"
         self.long, self.slotted = {str(i): 1.0 for i in range(70)}, Slotted()
+        self.bound, self.partial = Options().scaled, functools.partial(scaled, Options())
+        self.bare, self.listed = torch.ones(2).double(), Listed([1.0])
 
     @property
     def half(self) -> float:
@@ -206,7 +220,10 @@ class Asking(nn.Module):
         if self.plain.get("bias"):
             x = x + self.plain["bias"]
         x = x * (self.options.scale + self.options.sizes["b"][0])
-        return x * (self.long["69"] * self.slotted.gain)
+        x = x * (self.long["69"] * self.slotted.gain * self.bound() * self.partial())
+        if "more" in self._buffers:
+            x = x * 0.5
+        return x * (self.bare.shape[0] * self.listed.gain * type(self).deep)
 
 
 class Defaults:
