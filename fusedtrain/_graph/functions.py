@@ -6,6 +6,7 @@ every function has. :mod:`fusedtrain.folding` needs the order of calls, which on
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import importlib
 import types
@@ -33,6 +34,14 @@ def _functions_of(value: Any) -> Iterator[types.FunctionType]:
         inner = getattr(value, name, None) if isinstance(value, _BUILT_IN) else attributes.get(name)
         if inner is not None:
             yield from _functions_of(inner)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an object, in its `__dict__` and in slots."""
+    slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    filled = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**attributes, **filled} if filled else attributes
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:

@@ -9,6 +9,7 @@ special case.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import sys
@@ -21,23 +22,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .functions import closure_of, functions_of, resolved_or_none
+from .functions import attributes_of, closure_of, functions_of, resolved_or_none
 from .hooks import all_are_hooked, is_hooked, is_untouched
 from .intercept import Reads
 from .modules import FORWARD, is_library
 
 _MISSING: Any = object()
-_MOST_ITEMS = 64  # of a container that is compared item by item at each call
+# Items of a container that is compared at each call: with what is in them, and by themselves.
+_MOST_ITEMS, _MOST_BARE = 64, 1024
 _OWN = frozenset(vars(nn.Module()))  # tables of hooks and the like
 _NUMBERS = (int, float, complex, bool, str, bytes, types.NoneType, torch.dtype, torch.device)
 _COMPARED = (*_NUMBERS, types.MethodType)  # a class method is another object at each look
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 _TABLES = ("_modules", "_parameters", "_buffers")
 _FLAGS = ("inplace", "overwrite_input")
 
 
 class Seen(NamedTuple):
     """One attribute of a module, and its value. `kind`: "child", "children" (all, in their order),
-    "tensor" (whether there is one), "value" (in its `__dict__`), "class", "absent"."""
+    "tensor" (whether there is one, or the look of one that is not registered), "names" (of a table
+    of tensors), "value" (in its `__dict__`), "class", "absent"."""
 
     kind: str
     name: str
@@ -67,6 +71,7 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
         if name == "_modules":
             yield Seen("children", name, list(state[name].items()))
         else:
+            yield Seen("names", name, tuple(state[name]))
             yield from (
                 Seen("tensor", key, value is not None) for key, value in state[name].items()
             )
@@ -83,12 +88,17 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
             return
     if name in state:
         if isinstance(state[name], torch.Tensor):
-            yield Seen("tensor", name, True)
+            yield Seen("tensor", name, _look_of(state[name]))
         elif name not in ("forward", FORWARD) and name not in _OWN:
             yield Seen("value", name, _kept(state[name]))
         return
     static = inspect.getattr_static(type(module), name, _MISSING)
     yield Seen("absent", name) if static is _MISSING else Seen("class", name)
+
+
+def _look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What a forward may ask of a tensor that has no stand-in."""
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
 class Contents(NamedTuple):
@@ -140,10 +150,10 @@ def _held_in(path: str, place: int) -> Held:
 
 def _has_contents(value: Any) -> bool:
     """Whether a value is a container, or an object such as a configuration."""
-    if isinstance(value, (list, tuple, set, frozenset, dict, deque)):
+    if isinstance(value, (*_CONTAINERS, types.MethodType, functools.partial)):
         return True
     opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, logging.Logger)
-    if not hasattr(value, "__dict__") or isinstance(value, opaque):
+    if isinstance(value, opaque) or not (hasattr(value, "__dict__") or attributes_of(value)):
         return False
     return not (callable(value) and is_library(type(value).__module__))
 
@@ -152,28 +162,47 @@ def _kept(value: Any) -> Any:
     return Contents(_contents(value)) if _has_contents(value) else value
 
 
+def _bare(value: Any) -> Any:
+    """A copy of a container, whose items are compared as they compare themselves."""
+    if isinstance(value, (set, frozenset)):
+        return frozenset(value)
+    return dict(value) if isinstance(value, dict) else list(value)
+
+
 def _contents(value: Any, depth: int = 3) -> Any:
     """A copy of the numbers in a value, and of the containers of them; other objects as such."""
     if type(value) in _NUMBERS:
         return value
     if depth == 0 or not _has_contents(value):
         return Same(value)
-    if hasattr(value, "__len__") and len(value) > _MOST_ITEMS:
-        return Same(value), len(value)
-    if isinstance(value, (list, tuple, deque)):
-        return [type(value), *(_contents(item, depth - 1) for item in value)]
-    if isinstance(value, (set, frozenset)):
-        return {_contents(item, 0) for item in value}
+    if isinstance(value, types.MethodType):
+        return Same(value.__func__), _contents(value.__self__, depth)
+    if isinstance(value, functools.partial):
+        return _contents((value.func, value.args, value.keywords), depth)
+    if not isinstance(value, _CONTAINERS):
+        return Same(value), _contents(attributes_of(value), depth)
+    own = None if type(value) in _CONTAINERS else attributes_of(value)
+    items = _items(value, depth)
+    return items if not own or own is value else (items, _contents(own, depth))
+
+
+def _items(value: Any, depth: int) -> Any:
+    if len(value) > _MOST_ITEMS:
+        return (Same(value), len(value)) if len(value) > _MOST_BARE else _bare(value)
     if isinstance(value, dict):
         return {_contents(k, 0): _contents(item, depth - 1) for k, item in value.items()}
-    return Same(value), _contents(vars(value), depth)
+    if isinstance(value, (set, frozenset)):
+        return {_contents(item, 0) for item in value}
+    return [type(value), *(_contents(item, depth - 1) for item in value)]
 
 
 class _Look:
     """The questions to one module at each call. Children are referred to weakly: a module that the
     user has taken out need not live on."""
 
-    __slots__ = ("absent", "child", "children", "cls", "module", "of_class", "tensors", "values")
+    __slots__ = (
+        "absent", "child", "children", "cls", "module", "names", "of_class", "tensors", "values",
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module, seen: Sequence[Seen]) -> None:
         def of(kind: str) -> list[Seen]:
@@ -183,6 +212,7 @@ class _Look:
         self.child = [(one.name, _reference(one.value)) for one in of("child")]
         self.children = [[(n, _reference(m)) for n, m in one.value] for one in of("children")]
         self.tensors = [(one.name, one.value) for one in of("tensor")]
+        self.names = [(one.name, one.value) for one in of("names")]
         self.values = [(one.name, one.value) for one in of("value")]
         self.of_class = [(one.name, getattr(type(module), one.name, None)) for one in of("class")]
         self.absent = [one.name for one in of("absent")]
@@ -195,6 +225,7 @@ class _Look:
             for all_of in self.children
         ]
         one += [Seen("tensor", *row) for row in self.tensors]
+        one += [Seen("names", *row) for row in self.names]
         one += [Seen("value", *row) for row in self.values]
         one += [Seen("class", name) for name, _ in self.of_class]
         return self.module(), one + [Seen("absent", name) for name in self.absent]
@@ -228,7 +259,12 @@ class _Look:
         for name, there in self.tensors:
             tables = (state["_parameters"], state["_buffers"], state)
             value = next((one[name] for one in tables if name in one), _MISSING)
-            if isinstance(value, torch.Tensor) is not there or value is _MISSING:
+            if isinstance(value, torch.Tensor) is not bool(there) or value is _MISSING:
+                return name
+            if type(there) is tuple and _look_of(value) != there:
+                return name
+        for name, keys in self.names:
+            if (*state[name],) != keys:
                 return name
         for name in self.absent:
             if name in state or name in children or hasattr(module, name):
@@ -250,7 +286,10 @@ def _global(home: Any, name: str) -> Any:
 def _differs(now: Any, value: Any) -> bool:
     """Whether this is something else than `_kept` has kept."""
     if type(value) is Contents:
-        return now is _MISSING or bool(_contents(now) != value.contents)
+        try:
+            return now is _MISSING or bool(_contents(now) != value.contents)
+        except Exception:  # of a tensor in place of another
+            return True
     return now is not value and (
         type(now) is not type(value) or type(now) not in _COMPARED or bool(now != value)
     )

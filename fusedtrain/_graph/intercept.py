@@ -41,6 +41,16 @@ _CONTEXTS = frozenset(
         torch.autograd.graph.saved_tensors_hooks.__enter__,
     )
 )  # fmt: skip
+# Functions whose answer another day may be another.
+_STATES: frozenset[Any] = frozenset(
+    {
+        torch.is_autocast_enabled, torch.is_autocast_cpu_enabled, torch.get_autocast_dtype,
+        torch.get_autocast_cpu_dtype, torch.get_autocast_gpu_dtype, torch.is_inference_mode_enabled,
+        torch.get_default_dtype, torch.get_num_threads,
+        torch.are_deterministic_algorithms_enabled.__code__, torch.is_tensor.__code__,
+    }
+)  # fmt: skip
+_PROBES = (hasattr, getattr)
 _GETATTR, _CALL_CODE = nn.Module.__getattr__, nn.Module.__call__.__code__
 _plain = object.__getattribute__
 _one_at_a_time, _depth = threading.RLock(), 0
@@ -93,6 +103,8 @@ class Interceptor:
         self.originals: dict[int, nn.Module] = {}  # modules by the ids of their clones
         self.thread = threading.get_ident()
         self.enters = False  # whether a context of torch was entered that a graph does not record
+        self.probes = False  # whether it is within hasattr() or getattr()
+        self.asks_state = ""  # the function of `_STATES` that was called
         self.asks_mode = False  # whether the training flag of a module was read
         self._frames: list[types.FrameType] = []  # of code with variables of enclosing functions
         self.methods: dict[str, Any] = {}  # of nn.Module: those that torch.fx would set
@@ -137,10 +149,16 @@ class Interceptor:
             self.listens = whether
             sys.setprofile(self._note if whether else None)
 
-    def _note(self, frame: types.FrameType, event: str, _: Any) -> None:
+    def _note(self, frame: types.FrameType, event: str, function: Any) -> None:
         names = frame.f_globals
         if event == "call" and frame.f_code in _CONTEXTS:
             self.enters = True
+        if event == "call" and frame.f_code in _STATES:
+            self.asks_state = frame.f_code.co_name
+        if event.startswith("c_") and function in _PROBES:
+            self.probes = event == "c_call" and not is_library(names.get("__name__"))
+        if event == "c_call" and function in _STATES and not is_library(names.get("__name__")):
+            self.asks_state = function.__name__
         if event != "call" or is_library(names.get("__name__")):
             return
         first: Any = next(iter(frame.f_locals.values()), None)

@@ -243,6 +243,9 @@ def _definitions(
     if any(function.__code__ is code for function in functions_of(values.get(code.co_name))):
         yield _home(values), code.co_name
     kinds = [cls for cls in first.__mro__ if not is_library(cls.__module__)]
+    names = _read(code)
+    if "type" in names.globals or "__class__" in names.of_self or "cls" in code.co_varnames[:1]:
+        yield from _inside(first, names.attributes)
     for place, cls in enumerate(kinds):
         for name, value in vars(cls).items():
             if any(function.__code__ is code for function in functions_of(value)):

@@ -12,8 +12,10 @@ there are no more of them.
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -160,6 +162,43 @@ def _is_call(steps: list[dis.Instruction]) -> bool:
     ):
         return False
     return not any(s.opname == "LOAD_GLOBAL" and s.argval == "getattr" for s in steps[-7:])
+
+
+_COMPARES = {"IS_OP", "COMPARE_OP", "CONTAINS_OP"}
+_IDLE = {"PRECALL", "CACHE", "PUSH_NULL", "EXTENDED_ARG", "RESUME"}
+
+
+@functools.lru_cache(1024)
+def asks_identity(code: types.CodeType, known_first: bool) -> bool:
+    """Whether code compares the type of a local variable, or asks whether that or an attribute of
+    it is a certain object, no constant. `known_first`: but for its first argument."""
+    first = code.co_varnames[0] if known_first and code.co_argcount else ""
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _IDLE]
+
+    def start(place: int) -> int:
+        """Where the value begins that is there after a step."""
+        while place > 0 and steps[place].opname == "LOAD_ATTR":
+            place -= 1
+        return place
+
+    def is_local(step: dis.Instruction) -> bool:
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        return step.opname.startswith("LOAD_FAST") and names != (first,)
+
+    for place, step in enumerate(steps):
+        if step.opname not in ("IS_OP", "CALL", "CALL_FUNCTION") or place < 2:
+            continue
+        second = start(place - 1)
+        before = start(second - 1)
+        if step.opname == "IS_OP":
+            roots = (steps[second], steps[before])
+            if not any(root.opname == "LOAD_CONST" for root in roots) and any(map(is_local, roots)):
+                return True
+        elif step.argval == 1 and is_local(steps[second]) and second == place - 1:
+            compared = {later.opname for later in steps[place + 1 : place + 5]}
+            if steps[before].argval == "type" and not compared.isdisjoint(_COMPARES):
+                return True
+    return False
 
 
 def trials(optional: dict[str, Any]) -> Iterator[dict[str, Any]]:

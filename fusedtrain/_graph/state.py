@@ -234,12 +234,14 @@ def is_opaque(value: Any) -> bool:
 
 def _is_looked_into(value: Any) -> bool:
     """Whether a value is a module or an object of the user's. Objects of libraries may be in use by
-    others: a queue, a thread, a process group."""
+    others: a queue, a thread, a process group. Those of classes in C show nothing: an array."""
     if isinstance(value, nn.Module):
         return not is_scripted(value)
     if isinstance(value, (type, types.ModuleType, logging.Logger)):
         return False
-    return isinstance(value, _PLAIN) or not is_library(type(value).__module__)
+    kind = type(value)
+    shows = hasattr(value, "__dict__") or hasattr(kind, "__slots__")
+    return isinstance(value, _PLAIN) or (shows and not is_library(kind.__module__))
 
 
 class _Writes(TorchDispatchMode):

@@ -29,6 +29,7 @@ DECISION = operator.truth  # of the nodes where a forward asks a value for its t
 _PLAIN = (dict, list, tuple, torch.Size, fx.immutable_collections.immutable_dict,
           fx.immutable_collections.immutable_list)  # fmt: skip
 _MOST_CHOICES = 64
+_OPTIONAL = {"grad", "grad_fn", "_base"}  # attributes of a tensor that may be None
 
 
 @dataclass
@@ -46,7 +47,38 @@ class Choices:
         return self.made[-1]
 
 
-class Proxy(fx.Proxy):
+class _StandIn:
+    """Notes what a forward asks of a stand-in that is answered otherwise than for a tensor."""
+
+    tracer: Any
+
+    def _ask(self, question: str) -> None:
+        if self.tracer.seen.listens:
+            self.tracer.guessed = self.tracer.guessed or f"its forward {question} of a value"
+
+    def __hash__(self) -> int:
+        self._ask("takes the hash")  # the dtype is a key of a dict, say
+        return id(self)
+
+    def __repr__(self) -> str:
+        self._ask("makes a string")
+        return super().__repr__()
+
+    def __format__(self, spec: str) -> str:
+        self._ask("makes a string")
+        return super().__format__(spec)
+
+    def __getattr__(self: Any, name: str) -> Any:
+        if name in _OPTIONAL or (self.tracer.seen.probes and not hasattr(torch.Tensor, name)):
+            self._ask(f"asks for the `{name}`")
+        return Attribute(self, name)
+
+
+class Attribute(_StandIn, fx.proxy.Attribute):
+    pass
+
+
+class Proxy(_StandIn, fx.Proxy):
     """Also records `x += y` for what it is, which fx would take for `x = x + y`, and refuses
     `x.data = y`, which fx would not record. Has no length, but can be unpacked."""
 
@@ -129,6 +161,8 @@ class Tracer(fx.Tracer):
         plain = type(a) in _PLAIN or hasattr(a, "_fields")  # fx knows named tuples
         if isinstance(a, (dict, list, tuple)) and not plain:
             self.guessed = f"its forward makes a value of type {type(a).__name__}"
+        if isinstance(a, float):
+            a = float(a)  # of numpy's, which source cannot name
         with self.seen.listening(False):
             return super().create_arg(a)
 

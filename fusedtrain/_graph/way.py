@@ -14,6 +14,7 @@ from torch import fx, nn
 from .forward import has_foreign_forward
 from .intercept import Reads
 from .modules import is_scripted
+from .optional import asks_identity
 from .state import State, is_opaque
 from .tracer import (
     Choices,
@@ -117,6 +118,11 @@ def trace_once(
         tracer.guessed = tracer.guessed or "its forward has a with statement"
     if tracer.seen.enters:
         tracer.guessed = tracer.guessed or "its forward works under no_grad, autocast or checkpoint"
+    if tracer.seen.asks_state:
+        tracer.guessed = tracer.guessed or f"its forward asks {tracer.seen.asks_state}()"
+    ran = tracer.seen.reads.ran
+    if any(asks_identity(code, not issubclass(kind, fx.Proxy)) for code, kind, _ in ran):
+        tracer.guessed = tracer.guessed or "its forward asks for the type of its input"
     return graph, tracer
 
 

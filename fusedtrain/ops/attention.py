@@ -188,6 +188,19 @@ def _in_autocast(*tensors: Any) -> list[Any]:
     return [t.to(dtype) if isinstance(t, Tensor) and autocasts(t) else t for t in tensors]
 
 
+def _laid_out(output: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output in the layout of torch's: that of ``empty_like(query)`` from its kernel, which
+    takes four dimensions, one width and rows without gaps; else contiguous."""
+    if query.is_contiguous() or query.dim() != 4 or query.shape[3] != value.shape[3]:
+        return output
+    if not query.stride(3) == key.stride(3) == value.stride(3) == 1:
+        return output
+    like = torch.empty_like(query, device="meta")
+    order = sorted(range(4), key=like.stride, reverse=True)
+    places = [order.index(d) for d in range(4)]
+    return output.permute(order).contiguous().permute(places)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -249,7 +262,4 @@ def scaled_dot_product_attention(
         )
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     output: Tensor = _apply(q, k, v, mask, (factor, is_causal, dropout_p))
-    # Torch's kernel has the query's layout.
-    if dropout_p == 0.0 and q.dim() == 4 and q.stride(1) < q.stride(2) and not needs_grad(mask):
-        output = output.transpose(1, 2).contiguous().transpose(1, 2)
-    return output
+    return output if dropout_p > 0.0 or needs_grad(mask) else _laid_out(output, q, k, v)

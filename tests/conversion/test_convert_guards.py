@@ -47,6 +47,14 @@ LINES: dict[str, tuple[str, str, str]] = {
     "value: in a dictionary": ("Asking", "", "m.plain['bias'] = 0.5"),
     "value: of an object": ("Asking", "", "m.options.scale = 0.25"),
     "value: deep in an object": ("Asking", "", "m.options.sizes['b'][0] = 0.25"),
+    "value: among many": ("Asking", "", "m.long['69'] = 0.5"),
+    "value: a tensor among many": ("Asking", "", "m.long['69'] = torch.ones(4, 1, 1).double()"),
+    "value: of a method's object": ("Asking", "", "m.bound.__self__.scale = 0.5"),
+    "value: of a partial's object": ("Asking", "", "m.partial.args[0].scale = 0.5"),
+    "value: of a list itself": ("Asking", "", "m.listed.gain = 0.5"),
+    "tensor: another shape": ("Asking", "", "m.bare = torch.ones(3).double()"),
+    "tensor: one more": ("Asking", "", "m.register_buffer('more', torch.ones(1).double())"),
+    "value: in a slot": ("Asking", "", "m.slotted.gain = 0.5"),
     "class: a flag in front of it": ("Asking", "", "m.wide = True"),
     "class: a method in front of it": ("Asking", "", "m.mixed = lambda x: x * 0.25"),
     "class: of a part": ("Unit", "bn", "m.__class__ = zoo.OtherNorm"),
@@ -62,6 +70,7 @@ LINES: dict[str, tuple[str, str, str]] = {
 # A block, what has something else by a name, the name, and the value.
 PATCHES: dict[str, tuple[str, Any, str, Any]] = {
     "class: a flag": ("Asking", zoo.Asking, "wide", True),
+    "class: a number by its name": ("Asking", zoo.Asking, "deep", 0.5),
     "class: a method": ("Asking", zoo.Asking, "mixed", lambda self, x: x * 0.5),
     "class: a property": ("Asking", zoo.Asking, "half", 0.25),
     "absent: of the class": ("Asking", zoo.Asking, "scale", 0.5),

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -146,3 +147,65 @@ def test_contexts_that_a_helper_enters_stay() -> None:
     assert "no_grad, autocast" in str(report)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(model(x), stock(x))
+
+
+class Product(nn.Module):
+    """A product to fuse, and a factor from somewhere else."""
+
+    def __init__(self, factor: Callable[[Any, Tensor], Any], scale: Any = None) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.factor, self.scale = factor, scale
+
+    def forward(self, x: Tensor) -> Any:
+        y = nn.functional.silu(self.gate(x)) * self.up(x)
+        return y * self.factor(self, x)
+
+
+def _names_dtype(x: Tensor) -> bool:
+    return x.dtype is torch.float32
+
+
+# Factors that a stand-in for x, or another day, answers in another way; the reason.
+UNSEEN: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "autocast": (
+        lambda *_: 1 + torch.is_autocast_enabled("cpu"), "asks is_autocast_enabled()",
+    ),
+    "deterministic": (
+        lambda *_: 1 + torch.are_deterministic_algorithms_enabled(),
+        "asks are_deterministic_algorithms_enabled()",
+    ),
+    "array": (lambda m, _: float(m.scale[0]), "uses a ndarray"),
+    "is_tensor": (lambda _, x: 1 + torch.is_tensor(x), "asks is_tensor()"),
+    "hasattr": (lambda _, x: x.mask if hasattr(x, "mask") else 2, "asks for the `mask`"),
+    "getattr": (lambda _, x: getattr(x, "tag", None) or 2, "asks for the `tag`"),
+    "grad": (lambda _, x: 1 if x.grad is None else 2, "asks for the `grad`"),
+    "hash": (lambda _, x: {torch.float32: 2}.get(x.dtype, 1), "takes the hash"),
+    "str": (lambda _, x: 1 + (str(x.device) == "cpu"), "makes a string"),
+    "format": (lambda _, x: 1 + (f"{x.dtype}" == "torch.float32"), "makes a string"),
+    "is": (lambda _, x: 1 + (x.dtype is torch.float32), "asks for the type"),
+    "is, in a helper": (lambda _, x: 1 + _names_dtype(x), "asks for the type"),
+    "type": (lambda _, x: 1 + (type(x) is Tensor), "asks for the type"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_a_forward_that_asks_what_a_stand_in_cannot_tell_keeps_its_code(name: str) -> None:
+    factor, reason = UNSEEN[name]
+    model, x = Product(factor, np.ones(2)), torch.randn(2, 4)
+    stock = copy.deepcopy(model)
+    report = fusedtrain.convert(model)
+    assert reason in report.left_products[0].reason
+    assert torch.equal(model(x), stock(x))
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [lambda m, _: m.scale, lambda *_: 1 / np.sqrt(16), lambda m, _: 1 + (type(m.up) is nn.Linear)],
+)
+def test_a_forward_that_asks_what_stays_is_fused(factor: Any) -> None:
+    """Numbers of numpy are written as numbers."""
+    model, x = Product(factor, 1 / np.sqrt(16)), torch.randn(2, 4)
+    stock = copy.deepcopy(model)
+    assert len(fusedtrain.convert(model).products) == 1
+    torch.testing.assert_close(model(x), stock(x))

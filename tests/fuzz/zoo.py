@@ -4,6 +4,7 @@ the shape [N, 4, 5, 6], so that parts can be called, cut out and put elsewhere.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -153,11 +154,29 @@ class Options:
     def __init__(self, scale: float = 0.75) -> None:
         self.scale, self.sizes = scale, {"a": 1.0, "b": [0.5]}
 
+    def scaled(self) -> float:
+        return self.scale
+
+
+def scaled(options: Options) -> float:
+    return options.scale
+
+
+class Listed(list[float]):
+    gain = 1.0
+
+
+class Slotted:
+    __slots__ = ("gain",)
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+
 
 class Asking(nn.Module):
     """Everything that a forward may ask for before it decides."""
 
-    wide = False
+    wide, deep = False, 1.0
     names = ("left", "right")
 
     def __init__(self, act: nn.Module) -> None:
@@ -166,6 +185,9 @@ class Asking(nn.Module):
         self.parts = nn.ModuleList([nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)])
         self.deploy, self.weights, self.options = False, [1.0, 0.5], Options()
         self.plain, self.mode = {"scale": 0.5}, "sum"
+        self.long, self.slotted = {str(i): 1.0 for i in range(70)}, Slotted()
+        self.bound, self.partial = Options().scaled, functools.partial(scaled, Options())
+        self.bare, self.listed = torch.ones(2).double(), Listed([1.0])
 
     @property
     def half(self) -> float:
@@ -197,7 +219,11 @@ class Asking(nn.Module):
         x = F.silu(x) * len(self.names)
         if self.plain.get("bias"):
             x = x + self.plain["bias"]
-        return x * (self.options.scale + self.options.sizes["b"][0])
+        x = x * (self.options.scale + self.options.sizes["b"][0])
+        x = x * (self.long["69"] * self.slotted.gain * self.bound() * self.partial())
+        if "more" in self._buffers:
+            x = x * 0.5
+        return x * (self.bare.shape[0] * self.listed.gain * type(self).deep)
 
 
 class Defaults:

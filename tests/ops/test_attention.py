@@ -163,14 +163,22 @@ def test_a_row_of_a_float_mask_that_sees_nothing(with_graph: bool) -> None:
     assert (gradients[0][:, :, 1] == 0).all()
 
 
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in order": lambda t: t.contiguous(),
+    "of heads": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+    "sequence first": lambda t: t.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "one for all heads": lambda t: t[:, :1].contiguous().expand_as(t),
+    "columns": lambda t: t.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+}
+
+
 @pytest.mark.usefixtures("multiplied")
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("other", [None, "columns", "narrow"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("trained", [True, False])
-def test_layouts_are_torchs(transposed: bool, trained: bool) -> None:
-    shape = (2, 5, 3, 8) if transposed else (2, 3, 5, 8)
-    q, k, v = (torch.randn(shape).bfloat16() for _ in range(3))
-    if transposed:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+def test_layouts_are_torchs(layout: str, other: str | None, trained: bool) -> None:
+    q, k, v = (LAYOUTS[layout](torch.randn(2, 3, 5, 8).bfloat16()) for _ in range(3))
+    v = v[..., :4] if other == "narrow" else LAYOUTS[other or layout](v)
     mask = torch.zeros(5, 5).bfloat16().requires_grad_(trained)
     tensors = [t.detach().requires_grad_() for t in (q, k, v)]
     want = T.scaled_dot_product_attention(*tensors, mask)
