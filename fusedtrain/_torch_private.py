@@ -169,6 +169,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 GLOBAL_HOOKS_WITH_KWARGS: dict[int, bool] = _modules._global_forward_hooks_with_kwargs
 # Functions of torch.ao.quantization.fuse_modules, by the classes of the modules that they fuse.
 FUSERS: dict[tuple[type, ...], Any] = fuser_method_mappings._DEFAULT_OP_LIST_TO_FUSER_METHOD
+# Methods that the forwards of torch's convolutions call.
+CONV_FORWARDS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 # The code through which every call of a module goes.
 CALL_CODES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 

@@ -55,6 +55,7 @@ void add_shares(const typename Compute<S>::T* shares, S* sums, int64_t count, in
                 int64_t columns, int64_t of_group, void* stream, S* rest = nullptr,
                 int64_t split = INT64_MAX) {
   int team = 1;
+  // equal (<= for <): the speed alone changes
   while (team < kMostTeam && team < groups * columns) team *= 2;
   launch(&add_shares_kernel<S>, ceil_div(count, kSharesThreads / team), kSharesThreads, stream, 0,
          shares, sums, count, uint32_t(groups), uint32_t(columns), of_group, team, rest, split);

@@ -10,6 +10,7 @@ from torch.nn import functional as torch_functional
 from .. import functional as F
 from .._calls import autocasts, is_plain
 from .._graph.fx import module_call
+from .._torch_private import CONV_FORWARDS
 from ..ops.depthwise import passes
 from ..ops.depthwise_autograd import Faster
 
@@ -24,20 +25,16 @@ def _padded(layer: Any, input: Tensor) -> tuple[Tensor, Any]:
 
 def convolve(layer: Any, input: Tensor) -> Tensor:
     """The forward of a depthwise convolution of torch's class or of ours."""
-    function, stock = _FUNCTIONS[len(layer.kernel_size)]
-    patched = "_conv_forward" in layer.__dict__ or type(layer)._conv_forward is not stock
+    patched = "_conv_forward" in layer.__dict__ or type(layer)._conv_forward not in CONV_FORWARDS
     if patched or layer.groups != layer.in_channels:  # edited since
         return layer._conv_forward(input, layer.weight, layer.bias)
     input, padding = _padded(layer, input)
+    function = _FUNCTIONS[len(layer.kernel_size)]
     return function(input, layer.weight, layer.bias, layer.stride, padding, layer.dilation)
 
 
 convolve.is_traced = True  # type: ignore[attr-defined]  # torch.compile sees it as the forward
-_FUNCTIONS: dict[int, tuple[Any, Any]] = {
-    1: (F.depthwise_conv1d, nn.Conv1d._conv_forward),
-    2: (F.depthwise_conv2d, nn.Conv2d._conv_forward),
-    3: (F.depthwise_conv3d, nn.Conv3d._conv_forward),
-}
+_FUNCTIONS = {1: F.depthwise_conv1d, 2: F.depthwise_conv2d, 3: F.depthwise_conv3d}
 
 
 class _Depthwise:

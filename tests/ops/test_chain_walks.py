@@ -29,6 +29,7 @@ COLUMNS = {
     "more columns than a warp has": (70, 264, 1, F16),
     "as many columns as a warp has": (300, 256, 1, F16),
     "short planes": (200, 6, 4, F32),
+    "planes of two": (300, 8, 2, F16),
 }
 PLANES = {
     "seven rows a step": (37, 2, 264, F16),
