@@ -96,7 +96,7 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
 
 
 def _look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a forward may ask of a tensor that has no stand-in."""
+    """Answers of a tensor that has no stand-in while a forward is traced."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
@@ -149,8 +149,12 @@ def _held_in(path: str, place: int) -> Held:
 
 def _has_contents(value: Any) -> bool:
     """Whether a value is a container, or an object such as a configuration."""
-    if isinstance(value, (*_CONTAINERS, types.MethodType, functools.partial)):
+    if isinstance(value, _CONTAINERS):
         return True
+    if isinstance(value, types.MethodType):
+        return _has_contents(value.__self__)
+    if isinstance(value, functools.partial):
+        return any(map(_has_contents, (value.func, *value.args, *value.keywords.values())))
     opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, logging.Logger)
     if isinstance(value, opaque) or not (hasattr(value, "__dict__") or attributes_of(value)):
         return False
@@ -180,9 +184,11 @@ def _contents(value: Any, depth: int = 3) -> Any:
         return _contents((value.func, value.args, value.keywords), depth)
     if not isinstance(value, _CONTAINERS):
         return Same(value), _contents(attributes_of(value), depth)
-    own = None if type(value) in _CONTAINERS else attributes_of(value)
+    attributes = None if type(value) in _CONTAINERS else attributes_of(value)
     items = _items(value, depth)
-    return items if not own or own is value else (items, _contents(own, depth))
+    if not attributes or attributes is value:
+        return items
+    return items, _contents(attributes, depth)
 
 
 def _items(value: Any, depth: int) -> Any:
