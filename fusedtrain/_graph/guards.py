@@ -97,7 +97,7 @@ def _looked_up(module: nn.Module, name: str) -> Iterator[Seen]:
 
 
 def _look_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Attributes of a tensor without a stand-in that a forward may ask for."""
+    """Answers of a tensor that has no stand-in while a forward is traced."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
 
 
@@ -150,10 +150,12 @@ def _held_in(path: str, place: int) -> Held:
 
 def _has_contents(value: Any) -> bool:
     """Whether a value is a container, or an object such as a configuration."""
+    if isinstance(value, _CONTAINERS):
+        return True
+    if isinstance(value, types.MethodType):
+        return _has_contents(value.__self__)
     if isinstance(value, functools.partial):
         return any(map(_has_contents, (value.func, *value.args, *value.keywords.values())))
-    if isinstance(value, (*_CONTAINERS, types.MethodType)):
-        return True
     opaque = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, logging.Logger)
     if isinstance(value, opaque) or not (hasattr(value, "__dict__") or attributes_of(value)):
         return False

@@ -222,11 +222,10 @@ class Tracer(fx.Tracer):
     def is_instance(self, obj: fx.Proxy, kinds: Any) -> bool:
         """A tensor at first, then a list."""
         flat = kinds if isinstance(kinds, tuple) else (kinds,)
-        if obj.node.op == "get_attr" and torch.Tensor in flat:
+        if obj.node.op == "get_attr":
             return isinstance(_registered(self.root, str(obj.node.target)), kinds)
         if not {torch.Tensor, list, tuple} & set(flat):
-            if obj.node.op == "placeholder":  # may be a str or a dict, say
-                self.guessed = "its forward asks for the type of its input"
+            self.guessed = "its forward asks for the type of its input"  # a str or a dict, say
             return isinstance(obj, kinds)
         if obj.node not in self.kinds:
             if set(flat) == {torch.Tensor}:
@@ -325,15 +324,13 @@ def bypass(tracer: Tracer, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return forward(part, *args, **kwargs)
 
 
-def has_with(forward: Any) -> bool:
-    code = getattr(forward, "__code__", None)
-    return code is not None and _has_with(code)
-
-
 @functools.lru_cache(1024)
-def _has_with(code: types.CodeType) -> bool:
-    names = ("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")
-    return any(step.opname in names for step in dis.get_instructions(code))
+def has_block(code: types.CodeType) -> str:
+    """The kind of block in code that a graph cannot show; "" if there is none."""
+    steps = {step.opname for step in dis.get_instructions(code)}
+    if not steps.isdisjoint(("BEFORE_WITH", "SETUP_WITH", "LOAD_SPECIAL")):
+        return "with"
+    return "" if steps.isdisjoint(("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")) else "try"
 
 
 def may_ask_mode(root: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from .tracer import (
     bypass,
     collector_paused,
     context_now,
-    has_with,
+    has_block,
     may_ask_mode,
     random_states,
     same_generators,
@@ -114,14 +114,22 @@ def trace_once(
         tracer.guessed = tracer.guessed or f"its forward uses a {used}"
     if watch.computed or drawn:
         tracer.guessed = tracer.guessed or "its forward computes from more than its input"
-    if has_with(forward):
-        tracer.guessed = tracer.guessed or "its forward has a with statement"
+    block = has_block(forward.__code__) if hasattr(forward, "__code__") else ""
+    if block:
+        tracer.guessed = tracer.guessed or f"its forward has a {block} statement"
     if tracer.seen.enters:
         tracer.guessed = tracer.guessed or "its forward works under no_grad, autocast or checkpoint"
     if tracer.seen.asks_state:
         tracer.guessed = tracer.guessed or f"its forward asks {tracer.seen.asks_state}()"
     ran = tracer.seen.reads.ran
-    if any(asks_identity(code, not issubclass(kind, fx.Proxy)) for code, kind, _ in ran):
+    asked = [
+        "isinstance" in code.co_names and values is not forward.__globals__
+        for (code, kind, _), values in ran.items()
+        if issubclass(kind, fx.Proxy)  # in another file `answering` is not there
+    ]
+    if any(asked) or any(
+        asks_identity(code, not issubclass(kind, fx.Proxy)) for code, kind, _ in ran
+    ):
         tracer.guessed = tracer.guessed or "its forward asks for the type of its input"
     return graph, tracer
 

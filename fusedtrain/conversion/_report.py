@@ -35,6 +35,7 @@ HELP: dict[str, str] = {
     "under no_grad": "put the `with` around the call of the module",
     "under another no_grad": "put the `with` around the call of the module",
     "has a with statement": "put the `with` around the call of the module",
+    "has a try statement": "put the `try` around the call of the module",
     "arguments are not numbers": "pass numbers, not tensors or parameters",
     "writes over its output": "the same out of place; stochastic depth becomes part of a norm as a "
     "module: `fusedtrain.nn.DropPath`, timm's, torchvision's",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,13 @@ def _names_dtype(x: Tensor) -> bool:
     return x.dtype is torch.float32
 
 
+def _is_tensor(x: Tensor) -> bool:
+    return isinstance(x, Tensor)
+
+
+_elsewhere = types.FunctionType(_is_tensor.__code__, {"Tensor": Tensor, "__name__": "elsewhere"})
+
+
 # Factors that a stand-in for x, or another day, answers in another way; the reason.
 UNSEEN: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "autocast": (
@@ -185,6 +193,10 @@ UNSEEN: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "format": (lambda _, x: 1 + (f"{x.dtype}" == "torch.float32"), "makes a string"),
     "is": (lambda _, x: 1 + (x.dtype is torch.float32), "asks for the type"),
     "is, in a helper": (lambda _, x: 1 + _names_dtype(x), "asks for the type"),
+    "isinstance of a size": (
+        lambda _, x: 1 + isinstance(x.shape[0], int), "asks for the type",
+    ),
+    "isinstance in another file": (lambda _, x: 1 + _elsewhere(x), "asks for the type"),
     "type": (lambda _, x: 1 + (type(x) is Tensor), "asks for the type"),
 }  # fmt: skip
 
@@ -197,6 +209,22 @@ def test_a_forward_that_asks_what_a_stand_in_cannot_tell_keeps_its_code(name: st
     report = fusedtrain.convert(model)
     assert reason in report.left_products[0].reason
     assert torch.equal(model(x), stock(x))
+
+
+class Trying(Product):
+    def forward(self, x: Tensor) -> Any:
+        y = nn.functional.silu(self.gate(x)) * self.up(x)
+        try:
+            return y.view(3, -1)
+        except RuntimeError:
+            return y
+
+
+def test_a_forward_that_tries_keeps_its_code() -> None:
+    model = Trying(lambda *_: 1.0)
+    report = fusedtrain.convert(model)
+    assert "has a try statement" in report.left_products[0].reason
+    assert model(torch.randn(2, 4)).shape == (2, 4)
 
 
 @pytest.mark.parametrize(
