@@ -189,7 +189,7 @@ class BatchNormActBase(BatchNormBase):
         state, children = self.__dict__, self.__dict__["_modules"]
         drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
         act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
-        if residual is None and self._as_torch and hands_on(drop) and hands_on(act):
+        if residual is None and self._as_torch and all(map(hands_on, children.values())):
             output = BatchNormBase.forward(self, input)
             recomputed_as_torch(self, input, output)
             return output

@@ -275,6 +275,24 @@ def test_hooks_of_all_modules_see_what_they_saw(block: str, kind: str) -> None:
         pair.call(changes.whole)
 
 
+@pytest.mark.parametrize("owner", [nn.Module, nn.SiLU])
+@pytest.mark.parametrize("block", ["Unit", "Gate", "Glu", "Moved"])
+def test_another_call_of_a_class_sees_what_it_saw(block: str, owner: type) -> None:
+    """torchview and others put their own `__call__` into nn.Module while they record."""
+    call, names = nn.Module.__call__, list[str]()
+
+    def noted(module: nn.Module, *args: Any) -> Any:
+        names.append(type(module).__name__)
+        return call(module, *args)
+
+    with Pair(lambda: made(block)) as pair:
+        pair.patch(owner, "__call__", noted)
+        pair.call(changes.whole)
+    half = len(names) // 2
+    assert half > 0
+    assert names[:half] == names[half:]
+
+
 def deeper() -> nn.Module:
     return zoo.Nested(nn.ReLU(), deeper=True)
 
