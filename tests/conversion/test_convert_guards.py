@@ -316,6 +316,21 @@ def test_another_forward_of_a_part_runs(place: str, kind: str) -> None:
         pair.call(changes.whole)
 
 
+class _Otherwise(zoo.Unit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.bn(self.conv(self.act(x)))
+        return y
+
+
+def test_a_copy_runs_the_forward_of_the_class_that_the_module_has_now() -> None:
+    for copied in (changes.deepcopied, changes.pickled):
+        with Pair(lambda: made("Unit")) as pair:
+            pair.edit(lambda side: setattr(side.model, "__class__", _Otherwise))
+            pair.call(changes.whole)
+            pair.edit(copied)
+            pair.call(changes.whole)
+
+
 def test_a_part_without_a_sum_around_it_returns_its_own_value() -> None:
     """The outer forward has fallen back, and calls the part for its own value; a hook is below."""
     with Pair(lambda: zoo.Nested(nn.ReLU(), deeper=True)) as pair:
