@@ -171,6 +171,8 @@ GLOBAL_HOOKS_WITH_KWARGS: dict[int, bool] = _modules._global_forward_hooks_with_
 FUSERS: dict[tuple[type, ...], Any] = fuser_method_mappings._DEFAULT_OP_LIST_TO_FUSER_METHOD
 # The code through which every call of a module goes.
 CALL_CODES = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
+# The work of a convolution's forward, which some people replace.
+CONV_FORWARDS: dict[type, Any] = {c: c._conv_forward for c in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
 
 
 def set_fx_patcher(patcher: Any) -> Any:

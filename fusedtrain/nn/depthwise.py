@@ -10,6 +10,7 @@ from torch.nn import functional as torch_functional
 from .. import functional as F
 from .._calls import autocasts, is_plain
 from .._graph.fx import module_call
+from .._torch_private import CONV_FORWARDS
 from ..ops.depthwise import passes
 from ..ops.depthwise_autograd import Faster
 
@@ -34,9 +35,9 @@ def convolve(layer: Any, input: Tensor) -> Tensor:
 
 convolve.is_traced = True  # type: ignore[attr-defined]  # torch.compile sees it as the forward
 _FUNCTIONS: dict[int, tuple[Any, Any]] = {
-    1: (F.depthwise_conv1d, nn.Conv1d._conv_forward),
-    2: (F.depthwise_conv2d, nn.Conv2d._conv_forward),
-    3: (F.depthwise_conv3d, nn.Conv3d._conv_forward),
+    1: (F.depthwise_conv1d, CONV_FORWARDS[nn.Conv1d]),
+    2: (F.depthwise_conv2d, CONV_FORWARDS[nn.Conv2d]),
+    3: (F.depthwise_conv3d, CONV_FORWARDS[nn.Conv3d]),
 }
 
 
