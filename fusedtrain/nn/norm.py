@@ -67,6 +67,7 @@ class _NoQconfig:
 
 
 _GETATTR = nn.Module.__getattr__
+_FORWARD = BatchNormBase.forward
 
 
 def _state_of(norm: Any) -> tuple[Any, ...]:
@@ -190,7 +191,9 @@ class BatchNormActBase(BatchNormBase):
         drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
         act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
         if residual is None and self._as_torch and all(map(hands_on, children.values())):
-            output = BatchNormBase.forward(self, input)
+            # Dynamo cannot call what stands for the forward of a class that was converted, too.
+            forward = _FORWARD if _is_dynamo_compiling() else BatchNormBase.forward
+            output = forward(self, input)
             recomputed_as_torch(self, input, output)
             return output
         return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)
