@@ -101,6 +101,11 @@ def _dispatching(dispatcher: Dispatcher) -> Callable[..., Any]:
     return functools.update_wrapper(forward, stock)
 
 
+def _home_of(kind: type) -> Any:
+    """The class that defines the forward of a class."""
+    return next(cls for cls in kind.__mro__ if "forward" in vars(cls))
+
+
 class Replacement:
     """The other forward: `run` is what it does. `install` puts it into its module."""
 
@@ -123,7 +128,7 @@ class Replacement:
 
     def dispatch(self, kind: type) -> None:
         """Lets the class that defines the forward ask for replacements."""
-        home: Any = next(cls for cls in kind.__mro__ if "forward" in vars(cls))
+        home = _home_of(kind)
         if not isinstance(vars(home)["forward"], Dispatcher):
             home.forward = Dispatcher(home)
         self.home = home
@@ -176,6 +181,7 @@ class Rewritten(Replacement):
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
         same = module is not None and self.stock is self._class_forward
+        same = same and _home_of(type(module)) is self.home
         state |= {"code": _fingerprint(type(module))} if same else {"source": ""}
         return state
 

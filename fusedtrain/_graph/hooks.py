@@ -11,13 +11,20 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as _torch
 
-from .._torch_private import GLOBAL_HOOKS, GLOBAL_HOOKS_WITH_KWARGS
+from .._torch_private import GLOBAL_HOOKS, GLOBAL_HOOKS_WITH_KWARGS, is_fx_tracing
 from .modules import FORWARD
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _POST, _PRE, _BACK, _PRE_BACK = GLOBAL_HOOKS
+_CALL = nn.Module.__call__
 Enter = Callable[[nn.Module, Any], None]
 Leave = Callable[[nn.Module, Any, Any, Any], None]  # module, arguments, named ones, output
+
+
+def has_another_call(cls: type) -> bool:
+    """Whether something else is in the place of nn.Module.__call__; not what torch.fx puts there
+    while it traces."""
+    return cls.__call__ is not _CALL and not is_fx_tracing()
 
 
 def is_hooked(module: nn.Module) -> bool:
@@ -26,7 +33,10 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def all_are_hooked() -> bool:
-    """Whether hooks run with the calls of all modules; observers do not count."""
+    """Whether hooks run with the calls of all modules, or what somebody has put into the place of
+    nn.Module.__call__; observers do not count."""
+    if has_another_call(nn.Module):
+        return True
     if not (_POST or _PRE or _BACK or _PRE_BACK):
         return False
     return any(type(hook) is not _Hook for table in GLOBAL_HOOKS for hook in table.values())
@@ -34,7 +44,7 @@ def all_are_hooked() -> bool:
 
 def is_untouched(module: nn.Module, cls: type) -> bool:
     """Whether a call of the module runs the forward of this class and nothing else."""
-    if type(module) is not cls:
+    if type(module) is not cls or has_another_call(cls):
         return False
     state = module.__dict__
     # Not a loop over HOOKS, which takes three times as long.

@@ -325,8 +325,10 @@ class Scope:
 
 
 def scope() -> Scope | None:
-    """The scope that receives saved tensors now; None without a scope, or if other hooks
-    (torch.utils.checkpoint, save_on_cpu) come first."""
+    """The scope that receives saved tensors now; None without a scope, while Dynamo traces, or if
+    other hooks (torch.utils.checkpoint, save_on_cpu) come first."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
     top = top_saved_tensors_hooks(True)
     if top is None:
         return None

@@ -67,6 +67,7 @@ class _NoQconfig:
 
 
 _GETATTR = nn.Module.__getattr__
+_FORWARD = BatchNormBase.forward
 
 
 def _state_of(norm: Any) -> tuple[Any, ...]:
@@ -189,8 +190,10 @@ class BatchNormActBase(BatchNormBase):
         state, children = self.__dict__, self.__dict__["_modules"]
         drop: Any = state["drop"] if "drop" in state else children.get("drop", _IDENTITY)
         act: Any = state["act"] if "act" in state else children.get("act", _IDENTITY)
-        if residual is None and self._as_torch and hands_on(drop) and hands_on(act):
-            output = BatchNormBase.forward(self, input)
+        if residual is None and self._as_torch and all(map(hands_on, children.values())):
+            # Dynamo cannot call what stands for the forward of a class that was converted, too.
+            forward = _FORWARD if _is_dynamo_compiling() else BatchNormBase.forward
+            output = forward(self, input)
             recomputed_as_torch(self, input, output)
             return output
         return norm_act(self, input, residual, drop, act, overwrite_input=self.overwrite_input)

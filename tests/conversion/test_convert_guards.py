@@ -284,6 +284,24 @@ def test_hooks_of_all_modules_see_what_they_saw(block: str, kind: str) -> None:
         pair.call(changes.whole)
 
 
+@pytest.mark.parametrize("owner", [nn.Module, nn.SiLU])
+@pytest.mark.parametrize("block", ["Unit", "Gate", "Glu", "Moved"])
+def test_another_call_of_a_class_sees_what_it_saw(block: str, owner: type) -> None:
+    """torchview and others put their own `__call__` into nn.Module while they record."""
+    call, names = nn.Module.__call__, list[str]()
+
+    def noted(module: nn.Module, *args: Any) -> Any:
+        names.append(type(module).__name__)
+        return call(module, *args)
+
+    with Pair(lambda: made(block)) as pair:
+        pair.patch(owner, "__call__", noted)
+        pair.call(changes.whole)
+    half = len(names) // 2
+    assert half > 0
+    assert names[:half] == names[half:]
+
+
 def deeper() -> nn.Module:
     return zoo.Nested(nn.ReLU(), deeper=True)
 
@@ -294,17 +312,29 @@ HALVED = (
 )
 
 
-@pytest.mark.parametrize("kind", ["own", "subclass"])
+@pytest.mark.parametrize("edit", [(changes.rebind, "own"), (changes.run, HALVED)])
 @pytest.mark.parametrize("place", [*HOOKED, "a part of such a part"])
-def test_another_forward_of_a_part_runs(place: str, kind: str) -> None:
+def test_another_forward_of_a_part_runs(place: str, edit: tuple[Any, str]) -> None:
     """As accelerate sets it for a module whose weights are elsewhere."""
     block, path = HOOKED.get(place, ("", "body.1"))
     with Pair(lambda: made(block) if block else deeper()) as pair:
-        if kind == "own":
-            pair.edit(changes.rebind, path, "own")
-        else:
-            pair.edit(changes.run, path, HALVED)
+        pair.edit(edit[0], path, edit[1])
         pair.call(changes.whole)
+
+
+class _Otherwise(zoo.Unit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.bn(self.conv(self.act(x)))
+        return y
+
+
+def test_a_copy_runs_the_forward_of_the_class_that_the_module_has_now() -> None:
+    for copied in (changes.deepcopied, changes.pickled):
+        with Pair(lambda: made("Unit")) as pair:
+            pair.edit(lambda side: setattr(side.model, "__class__", _Otherwise))
+            pair.call(changes.whole)
+            pair.edit(copied)
+            pair.call(changes.whole)
 
 
 def test_a_part_without_a_sum_around_it_returns_its_own_value() -> None:

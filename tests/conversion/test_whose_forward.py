@@ -265,9 +265,11 @@ def test_functional_calls_of_a_converted_model() -> None:
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-def test_one_graph_under_compile(memory: str) -> None:
-    """Dynamo traces the forward of the class, and none of ours."""
-    stock = Net()
+@pytest.mark.parametrize("kind", ["many", "a norm that nothing follows"])
+def test_one_graph_under_compile(kind: str, memory: str) -> None:
+    """Dynamo traces the forward of the class, and none of ours but a norm's that is recomputed."""
+    stock: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1))
+    stock = Net() if kind == "many" else stock
     model = copy.deepcopy(stock)
     fusedtrain.convert(model, image(), memory=memory)
     torch._dynamo.reset()
