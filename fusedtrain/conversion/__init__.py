@@ -62,8 +62,8 @@ def __getattr__(name: str) -> Any:
              "group_normed": "_fused_calls", "laid_out_as": "_gates", "method": "_formulas",
              "norm_act_of": "_fused_calls", "rms_normed": "_row_norms",
              "with_epilogue": "_fused_calls", "Epilogue": "_fused_calls"}  # fmt: skip
-    if name == "TimmBatchNormAct2d":  # of pickles
-        return importlib.import_module(f"{__name__}._fused_calls").timms_norm()
+    if name in ("TimmBatchNormAct2d", "TimmSyncBatchNormAct"):  # of pickles
+        return importlib.import_module(f"{__name__}._fused_calls").timms_norm(name[4:])
     if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{homes[name]}"), name)

@@ -12,6 +12,7 @@ from .._graph.forward import rewritten_of
 from .._graph.hooks import OBSERVERS, all_are_hooked, announced, is_hooked
 from ..nn.norm import BatchNormAct2d, BatchNormActBase, norm_act
 from ..nn.parts import activation_of
+from ..nn.sync_norm import SyncBatchNormAct
 from ..ops import group_norm
 from ..ops.activations import pointwise
 from ..ops.batch_norm import activated
@@ -32,12 +33,13 @@ def _point(name: str, *parameters: float) -> Pointwise:
 
 
 @functools.cache
-def timms_norm() -> type:
+def timms_norm(name: str) -> type:
     """Our norm that is one of timm's, too: timm's functions that freeze or synchronise norms ask
     with `isinstance` whether a norm has an activation."""
-    timms = importlib.import_module("timm.layers.norm_act").BatchNormAct2d
-    names = {"__module__": "fusedtrain.conversion", "__qualname__": "TimmBatchNormAct2d"}
-    return type("BatchNormAct2d", (BatchNormAct2d, timms), names)
+    ours = {"BatchNormAct2d": BatchNormAct2d, "SyncBatchNormAct": SyncBatchNormAct}[name]
+    timms = getattr(importlib.import_module("timm.layers.norm_act"), name)
+    names = {"__module__": "fusedtrain.conversion", "__qualname__": f"Timm{name}"}
+    return type(name, (ours, timms), names)
 
 
 class Epilogue(NamedTuple):

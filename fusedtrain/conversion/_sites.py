@@ -4,7 +4,7 @@ value goes, from the one that calls the norm outwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,18 +28,18 @@ FUSED: dict[type, type] = {
 }
 FUSED[nn.SyncBatchNorm] = fused_nn.SyncBatchNormAct
 FUSED.update({fused: fused for fused in tuple(FUSED.values())})
-_TIMM: dict[str, Callable[[], type]] = {
-    "timm.layers.norm_act:BatchNormAct2d": timms_norm,
-    "fusedtrain.conversion:TimmBatchNormAct2d": timms_norm,
-    "timm.layers.norm_act:SyncBatchNormAct": lambda: fused_nn.SyncBatchNormAct,
+_TIMM = {
+    f"{home}{name}": name
+    for name in ("BatchNormAct2d", "SyncBatchNormAct")
+    for home in ("timm.layers.norm_act:", "fusedtrain.conversion:Timm")
 }
 
 
 def fused_class(module: nn.Module) -> type | None:
     """The class that a norm can be given."""
     cls = type(module)
-    timms = _TIMM.get(f"{cls.__module__}:{cls.__qualname__}")
-    return FUSED.get(cls) if timms is None else timms()
+    name = _TIMM.get(f"{cls.__module__}:{cls.__qualname__}")
+    return FUSED.get(cls) if name is None else timms_norm(name)
 
 
 def has_own_steps(module: nn.Module) -> bool:

@@ -252,24 +252,23 @@ def test_the_idle_parts_of_timms_norm(followed: bool, memory: str, change: str) 
         lambda: nn.Sequential(nn.Conv2d(4, 4, 1), norm(4, apply_act=False), *tail), memory
     ) as pair:
         pair.call(changes.whole)
-        pair.edit(
-            lambda side: (
-                side.spare.update(old=side.part("1").act),
-                PARTS_OF_A_NORM[change](side.part("1")),
-                None,
-            )[-1]
-        )
+        for side in pair.sides:
+            side.spare.update(old=side.part("1").act)
+            PARTS_OF_A_NORM[change](side.part("1"))
         pair.call(changes.whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*fusedtrain.convert found")
+@pytest.mark.parametrize("is_sync", [False, True])
 @pytest.mark.parametrize("name", ["freeze_batch_norm_2d", "convert_sync_batchnorm"])
-def test_timms_functions_keep_the_activation_of_a_norm(name: str) -> None:
+def test_timms_functions_keep_the_activation_of_a_norm(name: str, is_sync: bool) -> None:
     """They ask with `isinstance` whether it is a norm of timm's."""
     timm()
     layers = importlib.import_module("timm.layers")
-    with Pair(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), layers.BatchNormAct2d(4))) as pair:
-        assert isinstance(pair.sides[1].part("1"), fusedtrain.nn.BatchNormAct2d)
+    norm = layers.BatchNormAct2d(4)
+    norm = layers.convert_sync_batchnorm(norm) if is_sync else norm
+    with Pair(lambda: nn.Sequential(nn.Conv2d(4, 4, 1), norm)) as pair:
+        assert type(pair.sides[1].part("1")).__module__ == "fusedtrain.conversion"
         for change in (changes.deepcopied, changes.pickled):
             pair.edit(change)
         pair.edit(lambda side: getattr(layers, name)(side.model).eval())
