@@ -217,8 +217,8 @@ def revert(model: torch.nn.Module) -> int:
     converted.
 
     Returns how many modules changed. Raises TypeError if `model` is not a module, RuntimeError if a
-    converted module was given yet another class since, as parametrizations do; nothing is changed
-    then.
+    converted module was given yet another class since, as parametrizations do, or a forward of its
+    own; nothing is changed then.
 
     >>> import fusedtrain, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU())
@@ -230,10 +230,15 @@ def revert(model: torch.nn.Module) -> int:
     changed = [(name, module) for name, module in model.named_modules() if is_changed(module)]
     for name, module in changed:
         record = record_of(module)
-        if record is not None and type(module) is not record.fused:
+        if record is None:
+            continue
+        change = "" if type(module) is record.fused else f"class has become {type(module).__name__}"
+        if "forward" in vars(module):  # it may be that of the fused class, bound
+            change = "forward has been replaced"
+        if change:
             raise RuntimeError(
-                f"{shown(name)}: cannot be reverted, since its class has become "
-                f"{type(module).__name__} after convert; undo that first"
+                f"{shown(name)}: cannot be reverted, since its {change} after convert; "
+                "undo that first"
             )
     for _, module in changed:
         restore(module)

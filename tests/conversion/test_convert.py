@@ -232,7 +232,7 @@ def test_model_must_be_a_module(function: Any, wrong: Any) -> None:
         function(wrong)
 
 
-def test_revert_refuses_a_class_that_changed_since() -> None:
+def test_revert_refuses_a_class_or_forward_that_changed_since() -> None:
     model = nn.Sequential(nn.SiLU(), nn.PReLU())
     fusedtrain.convert(model)
     parametrize.register_parametrization(model[1], "weight", Doubled())
@@ -241,6 +241,10 @@ def test_revert_refuses_a_class_that_changed_since() -> None:
         fusedtrain.revert(model)
     assert snapshot(model) == before
     parametrize.remove_parametrizations(model[1], "weight")
+    model[0].forward = model[0].forward  # bound to the fused class, as accelerate keeps it
+    with pytest.raises(RuntimeError, match=r"^0: cannot be reverted, since its forward"):
+        fusedtrain.revert(model)
+    del model[0].forward
     assert fusedtrain.revert(model) == 2
 
 
