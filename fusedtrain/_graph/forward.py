@@ -27,7 +27,7 @@ from .._recompute import MemoryPlan, recompute
 from .._torch_private import is_fx_tracing, skip_frame
 from .functions import resolve
 from .guards import Guards
-from .modules import FORWARD, is_patched, is_scripted
+from .modules import FORWARD, home_of, is_patched, is_scripted
 from .warning import level_outside
 
 _KEY = "_fusedtrain_convert"  # of the record in the `__dict__` of a module with another class
@@ -101,11 +101,6 @@ def _dispatching(dispatcher: Dispatcher) -> Callable[..., Any]:
     return functools.update_wrapper(forward, stock)
 
 
-def _home_of(kind: type) -> Any:
-    """The class that defines the forward of a class."""
-    return next(cls for cls in kind.__mro__ if "forward" in vars(cls))
-
-
 class Replacement:
     """The other forward: `run` is what it does. `install` puts it into its module."""
 
@@ -128,7 +123,7 @@ class Replacement:
 
     def dispatch(self, kind: type) -> None:
         """Lets the class that defines the forward ask for replacements."""
-        home = _home_of(kind)
+        home = home_of(kind)
         if not isinstance(vars(home)["forward"], Dispatcher):
             home.forward = Dispatcher(home)
         self.home = home
@@ -181,7 +176,7 @@ class Rewritten(Replacement):
         state = {"module": module} | {name: getattr(self, name) for name in names}
         # A copy takes the forward that its class has by then for the one that was traced.
         same = module is not None and self.stock is self._class_forward
-        same = same and _home_of(type(module)) is self.home
+        same = same and home_of(type(module)) is self.home
         state |= {"code": _fingerprint(type(module))} if same else {"source": ""}
         return state
 
@@ -253,7 +248,7 @@ class Rewritten(Replacement):
 
     def is_called(self, module: nn.Module) -> bool:
         """Whether a call of its module asks for it: nobody has set another forward since."""
-        if "forward" in module.__dict__ or _home_of(type(module)) is not self.home:
+        if "forward" in module.__dict__ or home_of(type(module)) is not self.home:
             return False
         return module.__dict__.get("_compiled_call_impl") is None
 

@@ -35,6 +35,11 @@ def has_own_forward(module: nn.Module) -> bool:
     return FORWARD in vars(module) or is_patched(module)
 
 
+def home_of(cls: type) -> Any:
+    """The class that defines the forward of a class."""
+    return next(base for base in cls.__mro__ if "forward" in vars(base))
+
+
 def is_patched(module: nn.Module) -> bool:
     """Whether somebody has given the module, or the class of a library, another forward."""
     if "forward" in vars(module):
@@ -42,7 +47,7 @@ def is_patched(module: nn.Module) -> bool:
     cls = type(module)
     if cls.__module__.partition(".")[0] not in _LIBRARIES or is_scripted(module):
         return False
-    home: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
+    home = home_of(cls)
     file = sys.modules.get(home.__module__)
     if file is None or "<locals>" in home.__qualname__:  # of a GraphModule the code is generated
         return False

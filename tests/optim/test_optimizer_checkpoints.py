@@ -86,7 +86,7 @@ def test_the_state_dict_is_torchs(name: str, options: dict[str, Any], dtype: tor
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop"])
 def test_flags_are_kept(name: str, flag: str) -> None:
     if flag not in getattr(torch.optim, name)(parameters()).defaults:
-        pytest.skip(f"torch's {name} has no {flag}")
+        pytest.skip(f"not a case: torch's {name} has no {flag}")
     if flag == "capturable":
         # torch's own step is not to be had with it on the CPU.
         ours = getattr(fusedtrain.optim, name)(parameters(), capturable=True)

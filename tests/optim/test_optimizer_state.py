@@ -112,7 +112,7 @@ def test_counts_have_torchs_dtype_where_the_default_is_float64(name: str, flag: 
     """float64, but for `fused`: torch's own decides."""
     flags = {flag: True} if flag else {}
     if not flags.keys() <= getattr(torch.optim, name)(parameters()).defaults.keys():
-        pytest.skip(f"torch's {name} has no {flag}")
+        pytest.skip(f"not a case: torch's {name} has no {flag}")
     p, q = parameters(), parameters()
     ours = getattr(fusedtrain.optim, name)(p, lr=0.1, **flags)
     theirs = getattr(torch.optim, name)(q, lr=0.1, **flags)

@@ -29,7 +29,7 @@ STEP = {**AMP, "average_weight": 0.25, "write_back": 1}
 def ops(request: pytest.FixtureRequest) -> Kernels:
     kernels = BACKENDS[request.param]()
     if not all(map(kernels.has, OPS)):
-        pytest.skip(f"{request.param} has no optimizer step")
+        pytest.skip(f"not a case: {request.param} has no optimizer step")
     return kernels
 
 
