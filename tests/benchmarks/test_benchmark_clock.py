@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.harness import race, rows
+from benchmarks.harness import race
 from fusedtrain.advisor.bench import clock as measuring
 from fusedtrain.advisor.bench.gate import ANY, NotTheJob, Tolerance, agrees, first_call
 
@@ -53,33 +52,9 @@ def test_median_interval() -> None:
     assert measuring.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
 
 
-def test_rows_tell_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
-        monkeypatch.delenv(name)
-    assert rows.allocator() == "default"
-    for name, settings in rows.ALLOCATORS.items():
-        with monkeypatch.context() as patch:
-            for variable, value in settings.items():
-                patch.setenv(variable, value)
-            assert rows.allocator() == name
-            assert rows.setting("cpu")["allocator"] == name
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    assert rows.allocator() == "with MALLOC_ARENA_MAX"
-
-
 def test_ops_are_counted() -> None:
     x, y = torch.ones(3), torch.ones(3)
     assert race.count_ops(lambda: (x.add_(y), y.mul_(2))) == 2
-
-
-def test_a_profiled_call_runs_between_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[str] = []
-    for name in ("synchronize", "profiler.start", "profiler.stop"):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda name=name: log.append(name))
-    profiled = race.Race(measuring.cpu_clock, measuring.QUICK, "cuda", is_profiled=True)
-    with pytest.raises(pytest.skip.Exception, match="profiled, not timed"):
-        profiled.samples({"eager": lambda: 1 / 0, "fusedtrain": lambda: log.append("call")})
-    assert log == ["call", "synchronize", "profiler.start", "call", "synchronize", "profiler.stop"]
 
 
 def test_a_call_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:

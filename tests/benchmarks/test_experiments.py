@@ -24,7 +24,6 @@ from benchmarks.experiments import (
     conv_bias,
     data_parallel,
     fused_gelu,
-    networks,
 )
 from benchmarks.experiments.experiment import Settings, WrongResult
 from fusedtrain.advisor.bench.gate import NotTheJob
@@ -73,21 +72,6 @@ def test_quick(
     assert all(label in output for label in labels)
 
 
-def test_an_experiment_that_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The others run, and the exit code says so; Ctrl-C ends all."""
-    monkeypatch.setattr(conv_bias, "rows", lambda settings: 1 / 0)
-    path = tmp_path / "rows.jsonl"
-    arguments = ["conv_bias", "zero_grad", "--quick", f"--json={path}"]
-    assert command.main(arguments) == 1
-    assert "zero_grad" in path.read_text()
-
-    def stopped(settings: Settings) -> Iterator[Any]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(conv_bias, "rows", stopped)
-    assert command.main(arguments) == command.INTERRUPTED
-
-
 def _forgets_the_share(
     model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro: int
 ) -> None:
@@ -129,21 +113,3 @@ def test_a_wrong_result_is_noticed(
     monkeypatch.setattr(place, name, wrong)
     with pytest.raises((WrongResult, NotTheJob)):
         [*module.rows(QUICK)]
-
-
-@pytest.mark.slow
-def test_a_network_with_another_loss_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = networks.contestant
-
-    def wrong(who: str, stock: nn.Module) -> nn.Module:
-        model: Any = honest(who, stock)
-        if who == networks.OURS:
-            nn.init.constant_(model.fc.bias[:500], 5.0)
-        return model
-
-    monkeypatch.setattr(networks, "contestant", wrong)
-    networks._refused.cache_clear()
-    _, row = networks.measured(networks.cases(QUICK)[0], (networks.OURS,), QUICK)
-    assert not row.numbers
-    assert row.note.startswith("refused")
-    networks._refused.cache_clear()

@@ -1,4 +1,4 @@
-"""A violation of each law of tools/laws.py, which it notices; laws that the tables obey."""
+"""Tables that must agree: names of torch, activations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from fusedtrain import functional
@@ -16,51 +15,6 @@ from helpers import ROOT
 
 sys.path.append(str(ROOT / "tools"))
 import _torch_names
-import laws
-
-# File, text, and the laws that it breaks, by line.
-PLANTED = {
-    "torch": ("fusedtrain/a.py", "torch._C._get()\nx = torch.__version__\nnn.Module._name",
-              ["1: .*torch._C$", "3: .*nn.Module._name$"]),
-    "private": ("fusedtrain/q/f.py", "from ..p import _x, c\nc._y\nfrom .e import _z\nc.__doc__",
-                ["1: .*_x$", "2: .*_y$"]),
-    "vague": ("tools/a.py", "f(found=1)\ndef _told(): pass\nself.own = 1\nx.here",
-              ["2: .*_told", "3: .*own"]),
-    "families": ("a.py", "('fold', 'pool', 'x')\n['fold', 'b']", ["1: families"]),
-    "Python": ("a.py", '"""Gives a."""\n# The b.\n# Which c.\nx = 1  #' + ' Of d', ["1: ", "4: "]),
-    "C++": ("a.h", "// By a.\nint x;  // What x\nint y;  // y\n", ["1: ", "2: "]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_violation_is_noticed(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(laws, "ROOT", tmp_path)
-    monkeypatch.setattr(laws, "PACKAGE", tmp_path / "fusedtrain")
-    monkeypatch.setattr(laws, "BROKEN", [])
-    file, text, noticed = PLANTED[name]
-    for path in ("fusedtrain/p/__init__.py", "fusedtrain/p/c.py", file):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text if path == file else "")
-    laws.forbid_in(tmp_path / file, {"fold", "pool"})
-    assert len(laws.BROKEN) == len(noticed), laws.BROKEN
-    for line, expected in zip(sorted(laws.BROKEN), noticed, strict=True):
-        assert re.search(expected, line), line
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["x.is_cuda", 'x.device.type == "cuda"', 'x.device.type not in ("cpu",)',
-     '{"cuda": 1}[x.device.type]', '{"cuda": 1}.get(x.device.type)', "match x.device.type:"],
-)  # fmt: skip
-def test_a_second_switch_is_noticed(line: str) -> None:
-    assert re.search(laws.SWITCH, line)
-    assert not re.search(laws.SWITCH, "_MEASURED.get(x.device.type), PLATFORMS[x.device.type]")
-
-
-def test_a_budget_counts_what_lies_in_a_folder() -> None:
-    lines = {"a/b.py": 3, "a/c/d.h": 4, "ab/e.py": 5}
-    rows = list(laws.budget("# words\na 10 # more\na/c 3\n. 12\n", lines))
-    assert rows == [("a", 7, 10), ("a/c", 4, 3), (".", 12, 12)]
 
 
 def test_names_of_torch_are_in_its_headers() -> None:
