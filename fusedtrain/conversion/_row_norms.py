@@ -1,6 +1,8 @@
-"""Modules whose forward is an RMS norm, written out: those of transformers' language models.
+"""Modules whose forward is an RMS norm, written out: those of transformers' language models, and
+over channels timm's RmsNorm2d.
 
     weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + eps) * weight.reshape(1, -1, 1, 1)
 
 Calls are compared as products of factors, in whatever order and with whatever casts. A call with
 other tensors than the formula is for runs the stock forward.
@@ -17,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .._calls import is_plain
+from .._calls import autocasts, is_plain
 from .._graph.flow import Trace
-from ..functional import rms_norm
+from ..functional import rms_norm, rms_norm_channels
 from ._report import Applied
 from ._rules import Rules
 from ._units import Change, Copy, Unit
@@ -39,7 +41,8 @@ class _Value(NamedTuple):
 
 class RmsNorm(NamedTuple):
     """An RMS norm of `input` in a graph. `one`: the factor is 1 + weight. `inner`, `outer`: dtypes
-    of the squares and of the result."""
+    of the squares and of the result. `dim`: -1 or 1. `ones`: dimensions of the weight behind its
+    values."""
 
     input: fx.Node
     weight: fx.Node | None
@@ -47,6 +50,8 @@ class RmsNorm(NamedTuple):
     one: bool
     inner: Dtypes
     outer: Dtypes
+    dim: int
+    ones: int
     nodes: tuple[fx.Node, ...]
 
 
@@ -55,16 +60,26 @@ class _Unknown(Exception):
 
 
 def rms_normed(
-    input: Any, weight: Any, eps: float, one: bool, inner: tuple[Any, ...], outer: tuple[Any, ...]
-) -> Any:
-    """The RMS norm of :class:`RmsNorm`; NotImplemented where the stock forward would compute it in
-    other dtypes than :func:`fusedtrain.functional.rms_norm`, or raise an error."""
-    if not is_plain(input) or input.dim() == 0:
+    input: Any, weight: Any, eps: float, one: bool, inner: tuple[Any, ...], outer: tuple[Any, ...],
+    dim: int = -1, ones: int = 0,
+) -> Any:  # fmt: skip
+    """The RMS norm of :class:`RmsNorm`; NotImplemented where the stock forward would have an output
+    of another dtype than :func:`fusedtrain.functional.rms_norm`, compute in more bits, or raise an
+    error."""
+    if not is_plain(input) or input.dim() <= max(dim, 0):
         return NotImplemented
-    if weight is not None and not (is_plain(weight) and weight.shape == input.shape[-1:]):
+    if weight is not None and not (
+        is_plain(weight)
+        and weight.shape == (input.shape[dim],)
+        and (dim == -1 or input.dim() == ones + 2)
+    ):
         return NotImplemented
-    narrow = input.dtype in (torch.float16, torch.bfloat16)
-    if _resolved(inner, input, weight) is not (torch.float32 if narrow else input.dtype):
+    computes = _resolved(inner, input, weight)
+    # 16 bits are computed in float32; where the stock forward does not, autocast on CUDA may.
+    narrow = input.dtype in (torch.float16, torch.bfloat16) and computes is not input.dtype
+    if computes is not (torch.float32 if narrow else input.dtype):
+        return NotImplemented
+    if computes.itemsize == 2 and autocasts(input, "cuda"):
         return NotImplemented
     dtype = _resolved(outer, input, weight)
     computed = torch.promote_types(input.dtype, dtype)
@@ -72,7 +87,12 @@ def rms_normed(
         if one or weight.dtype is not computed:
             weight = weight.to(torch.promote_types(computed, torch.float32))
         weight = 1 + weight if one else weight
-    output: Any = rms_norm(input.to(computed), list(input.shape[-1:]), weight, eps)
+    input = input.to(computed)
+    output: Any
+    if dim == -1:
+        output = rms_norm(input, list(input.shape[-1:]), weight, eps)
+    else:
+        output = rms_norm_channels(input, weight, eps)
     return output.to(dtype)
 
 
@@ -109,8 +129,12 @@ def rms_norm_of(trace: Trace, graph: fx.Graph) -> RmsNorm | None:
         if seen or Trace.is_kept(node) or not Trace.are_alike(node, root):
             return None
     weight = reader.weight if len(value.factors) == 3 else None
-    one = "1+w" in value.factors
-    return RmsNorm(inputs[0], weight, reader.eps, one, reader.inner, value.dtypes, nodes)
+    if weight is not None and reader.ones and reader.dim == -1:
+        return None
+    return RmsNorm(
+        inputs[0], weight, reader.eps, "1+w" in value.factors, reader.inner, value.dtypes,
+        reader.dim, reader.ones, nodes,
+    )  # fmt: skip
 
 
 class _Reader:
@@ -121,6 +145,7 @@ class _Reader:
         self.eps: float | None = None
         self.inner: Dtypes = frozenset()
         self.weight: fx.Node | None = None
+        self.dim, self.ones = -1, 0
 
     def value_of(self, node: Any) -> _Value:
         if not isinstance(node, fx.Node):
@@ -145,7 +170,11 @@ class _Reader:
             return self._cast(node, others)
         if name == "mean":
             return self._mean(node, others)
-        if node.kwargs or not name or len(others) > 1:
+        if node.kwargs or not name:
+            raise _Unknown
+        if name in ("reshape", "getitem"):
+            return self._before_ones(self.value_of(one), others)
+        if len(others) > 1:
             raise _Unknown
         other = others[0] if others else None
         if name in ("rsqrt", "sqrt", "square"):
@@ -192,11 +221,30 @@ class _Reader:
         self.eps = float(number)
         return value._replace(factors=("mean+eps",))
 
+    def _before_ones(self, value: _Value, shape: Any) -> _Value:
+        """The weight as ``weight.reshape(1, -1, 1, 1)`` or ``weight[:, None, None]``."""
+        if len(shape) == 1 and isinstance(shape[0], (tuple, list)):
+            shape = shape[0]
+        shape = [*shape]
+        if shape[:1] in ([1], [None]):
+            del shape[0]
+        ones = len(shape) - 1
+        if ones < 1 or value.factors not in (("w",), ("1+w",)) or shape not in (
+            [-1] + [1] * ones, [slice(None)] + [None] * ones
+        ):  # fmt: skip
+            raise _Unknown
+        self.ones = ones
+        return value
+
     def _mean(self, node: fx.Node, others: list[Any]) -> _Value:
         named = dict(zip(("dim", "keepdim"), others)) | node.kwargs
         value = self.value_of(node.args[0])
-        if value.factors != ("x", "x") or named.pop("dim", None) not in (-1, (-1,), [-1]):
+        dim = named.pop("dim", None)
+        if isinstance(dim, (tuple, list)) and len(dim) == 1:
+            dim = dim[0]
+        if value.factors != ("x", "x") or dim not in (-1, 1):
             raise _Unknown
+        self.dim = dim
         if named.pop("keepdim", False) is not True or named or len(others) > 2:
             raise _Unknown
         if self.inner not in (frozenset(), value.dtypes):
@@ -235,10 +283,12 @@ _NAMES: dict[Any, str] = {
             "rsqrt": ("rsqrt",),
             "sqrt": ("sqrt",),
             "square": ("square",),
+            "reshape": ("reshape", "view"),
         }.items()
         for space in (getattr(torch, name), *others)
     },
     **dict.fromkeys(("to", "float", "double", "type", "type_as"), "cast"),
+    operator.getitem: "getitem",
 }
 
 
@@ -254,7 +304,8 @@ class RmsNormSite(Unit):
         norm = self.norm
         dtypes = (tuple(sorted(d, key=str)) for d in (norm.inner, norm.outer))
         arguments = (copy.of(norm.input), copy.of(norm.weight), norm.eps, norm.one, *dtypes)
-        return copy.graph.call_function(rms_normed, arguments)
+        over = () if norm.dim == -1 else (norm.dim, norm.ones)
+        return copy.graph.call_function(rms_normed, (*arguments, *over))
 
     def line(self, source: str) -> Applied:
         return Applied(self.name, source, "rms_norm")

@@ -53,7 +53,9 @@ from .images import NormalizeImages as NormalizeImages
 from .layer_norm import (
     LayerNorm as LayerNorm,
     LayerNorm2d as LayerNorm2d,
+    LayerNormAct2d as LayerNormAct2d,
     RMSNorm as RMSNorm,
+    RmsNorm2d as RmsNorm2d,
 )
 from .norm import (
     BatchNormAct1d as BatchNormAct1d,

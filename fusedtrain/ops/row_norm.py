@@ -31,7 +31,7 @@ from ..reference import row_norm as reference
 from ..reference.dtypes import laid_out, wide_of
 from ._library import define, op
 
-__all__ = ["layer_norm", "layer_norm_channels", "rms_norm"]
+__all__ = ["layer_norm", "layer_norm_channels", "rms_norm", "rms_norm_channels"]
 
 
 def _fake(
@@ -339,15 +339,53 @@ def layer_norm_channels(
     if not _scripting():
         if _has_any((input, weight, bias)):
             return _handle(layer_norm_channels, (input, weight, bias), input, weight, bias, eps)
-        casts = autocasts(input, "cuda") and input.dtype is not torch.float32
-        kind = "layer_norm" if input.stride(1) == 1 else "layer_norm_channels"
-        takes = not casts and _takes(input, None, weight, bias, (input.size(1),), True)
-        if takes and _gains(kind, input):
-            x = input if has_torch_layout(input) else in_torch_layout(input)
-            output: Tensor = _run(x, None, weight, bias, 1, 1, eps, True)
-            return output
+        fused = _over_channels(input, weight, bias, eps, True)
+        if fused is not None:
+            return fused
     # A constant, and dimensions from the left: the TorchScript exporter of ONNX knows no other.
     channels, last = int(input.size(1)), input.dim() - 1
     y = torch_functional.layer_norm(input.movedim(1, last), [channels], weight, bias, eps)
     y = y.movedim(last, 1)
     return y.contiguous() if input.is_contiguous() else y
+
+
+def rms_norm_channels(input: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """RMS norm over the channels at each place: timm's RmsNorm2d.
+
+    The output has the layout of the input, contiguous or channels_last, and nothing is transposed.
+    Numbers, dtypes and errors are those of :func:`torch.nn.functional.rms_norm` on the input with
+    its channels last.
+
+    Args:
+        input: [N, C, ...].
+        weight: [C].
+
+    Example:
+        >>> rms_norm_channels(torch.tensor([[[1.0, 5.0], [7.0, 5.0]]]))
+        tensor([[[0.2000, 1.0000],
+                 [1.4000, 1.0000]]])
+    """
+    if not _scripting():
+        if _has_any((input, weight)):
+            return _handle(rms_norm_channels, (input, weight), input, weight, eps)
+        fused = _over_channels(input, weight, None, eps, False)
+        if fused is not None:
+            return fused
+    channels, last = int(input.size(1)), input.dim() - 1
+    y = torch.rms_norm(input.movedim(1, last), [channels], weight, eps).movedim(last, 1)
+    return y.contiguous() if input.is_contiguous() else y
+
+
+def _over_channels(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
+) -> Tensor | None:
+    """The norm by the kernels; None where they do not take the call, or gain nothing."""
+    casts = autocasts(input, "cuda") and input.dtype is not torch.float32
+    if casts or not _takes(input, None, weight, bias, (input.size(1),), centered):
+        return None
+    kind = "layer_norm" if centered else "rms_norm"
+    if not _gains(kind if input.stride(1) == 1 else f"{kind}_channels", input):
+        return None
+    x = input if has_torch_layout(input) else in_torch_layout(input)
+    output: Tensor = _run(x, None, weight, bias, 1, 1, eps, centered)
+    return output

@@ -102,7 +102,8 @@ def test_every_module_of_torch_is_here() -> None:
         public |= {name for b in bases if getattr(nn, b.__name__, None) is b is not nn.Module}
     # torch's samples are depthwise in few cases only: test_depthwise.py has more.
     depthwise = {f"DepthwiseConv{n}d" for n in (1, 2, 3)}
-    timm = {"GroupNormAct", "GroupNorm1Act", "LayerNorm2d"}  # other arguments than torch's
+    # Other arguments than torch's.
+    timm = {"GroupNormAct", "GroupNorm1Act", "LayerNorm2d", "LayerNormAct2d", "RmsNorm2d"}
     assert public == {*NAMES, *depthwise, *timm}
     assert not unknown_keys("modules", (f"{check}/{name}" for check in CHECKS for name in NAMES))
 

@@ -100,6 +100,46 @@ def test_written(cls: type[Norm], of_input: torch.dtype, of_weight: torch.dtype)
         assert off <= max(most, 8 * torch.finfo(torch.float32).eps * truth.abs().max().item())
 
 
+class Channels(Norm):
+    """timm's RmsNorm2d."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = torch.mean(x.pow(2), dim=1, keepdim=True)
+        return x * torch.rsqrt(v + self.eps) * self.weight.reshape(1, -1, 1, 1)
+
+
+class Indexed(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x / torch.sqrt(x.square().mean((1,), True) + self.eps)
+        return (1 + self.weight)[:, None, None] * x
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cls", [Channels, Indexed])
+def test_over_channels(cls: type[Norm], dtype: torch.dtype, last: bool) -> None:
+    """Dtype and layout are stock's. Numbers are as near to float64, or nearer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(cls()).to(dtype)
+    stock, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    assert [call.activation for call in fusedtrain.convert(model).calls] == ["rms_norm"]
+    x, g = torch.randn(2, 2, WIDTH, 5, 3).to(dtype)
+    if last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    results = []
+    for net in (exact, stock, model):
+        leaf = x.to(net[0].weight.dtype).requires_grad_()
+        y = net(leaf)
+        results.append([y, *torch.autograd.grad(y, (leaf, net[0].weight), g.to(y.dtype))])
+    assert results[2][0].stride() == results[1][0].stride()
+    for truth, want, got in zip(*results, strict=True):
+        assert got.dtype is want.dtype
+        off, most = ((t.double() - truth).abs().max().item() for t in (got, want))
+        # eps of float32, or of float64
+        least = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        assert off <= max(most, 8 * least * truth.abs().max().item())
+
+
 class NoSquare(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x * torch.rsqrt(x.mean(-1, keepdim=True) + self.eps)
@@ -167,6 +207,19 @@ class Centered(Norm):
         return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
+class RowsOfChannels(Norm):
+    """The mean is that of channels, the weight one of the last dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x * r * self.weight[:, None]
+
+
+class Sliced(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + self.eps) * self.weight[::1]
+
+
 class Truncated(Norm):
     def forward(self, x: Tensor) -> Tensor:
         y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -179,7 +232,7 @@ class Overflowing(Norm):
 
 
 NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, TwoPlus, Cubes, Twice, OfTwo, Kept,
-        NoGrad, Centered, Truncated, Overflowing]  # fmt: skip
+        NoGrad, Centered, RowsOfChannels, Sliced, Truncated, Overflowing]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", NONE)
@@ -222,10 +275,13 @@ def test_edits_after_convert_count(cls: type[Norm], edit: Callable[[Norm], None]
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("shape", [(WIDTH + 1,), (2, 1), (0, WIDTH), ()])
-def test_unusual_sizes_are_the_stock_forwards(shape: tuple[int, ...]) -> None:
-    """Widths that broadcast or raise, empty tensors and numbers."""
-    stock = nn.Sequential(Llama())
+@pytest.mark.parametrize("cls", [Llama, Channels, Indexed])
+@pytest.mark.parametrize(
+    "shape", [(WIDTH + 1,), (2, 1), (0, WIDTH), (), (WIDTH,) * 2, (WIDTH,) * 3, (1, WIDTH, 1, 1, 2)]
+)
+def test_unusual_sizes_are_the_stock_forwards(cls: type[Norm], shape: tuple[int, ...]) -> None:
+    """Widths that broadcast or raise, weights that add dimensions, empty tensors and numbers."""
+    stock = nn.Sequential(cls())
     model, x = copy.deepcopy(stock), torch.randn(shape)
     fusedtrain.convert(model)
     try:

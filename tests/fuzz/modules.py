@@ -152,9 +152,11 @@ def row_norm(name: str, pick: Pick, context: Context) -> Call:
     made, plain = f"RMSNorm({sizes[-1]}, 1e-2, False)", f"N.rms_norm(x, [{sizes[-1]}], eps=1e-2)"
     if name == "LayerNorm":
         made, plain = made.replace("RMS", "Layer"), plain.replace("rms", "layer")
-    if name == "LayerNorm2d":
-        made = f"LayerNorm2d({sizes[1]}, 1e-2, False)"
-        plain = f"N.layer_norm(x.movedim(1, -1), [{sizes[1]}], eps=1e-2).movedim(-1, 1)"
+    if name.endswith("2d"):
+        made = f"{name}({sizes[1]}, 1e-2, False)"
+        kind = "rms" if name == "RmsNorm2d" else "layer"
+        plain = f"N.{kind}_norm(x.movedim(1, -1), [{sizes[1]}], eps=1e-2).movedim(-1, 1)"
+        plain += ".relu()" * (name == "LayerNormAct2d")
     return Call(
         "m(x)", plain, {"x": context.random(pick, sizes, "normal")}, ("x",), forward=5.0,
         backward=50.0, setup=_setup(pick, made),
@@ -234,7 +236,7 @@ _MAKERS = {
     },
     **{
         name: Generator(partial(row_norm, name), CHAINED)
-        for name in ("LayerNorm", "LayerNorm2d", "RMSNorm")
+        for name in ("LayerNorm", "LayerNorm2d", "LayerNormAct2d", "RMSNorm", "RmsNorm2d")
     },
     "BiasActDropout": Generator(bias_act_dropout, CHAINED),
     "ConvBnAct": Generator(conv_bn_act, _TRAINED, ("float64", "float32")),

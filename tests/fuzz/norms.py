@@ -143,7 +143,7 @@ def mean(name: str, pick: Pick, context: Context) -> Call:
 def row_norm(name: str, pick: Pick, context: Context) -> Call:
     """A norm of the last dimensions, or over channels; some with a residual, or of sizes that run
     our kernels."""
-    channels = name == "layer_norm_channels"
+    channels, name = name.endswith("_channels"), name.removesuffix("_channels")
     sizes = pick((2, 3, 6), (3, 5, 2, 4), (64, 600) if not channels else (2, 8, 40, 60))
     if context.mode != "gradient":
         sizes = sizes if len(sizes) == 3 else (3, 5, 2, 4)
@@ -157,8 +157,8 @@ def row_norm(name: str, pick: Pick, context: Context) -> Call:
             tensors[what] = f"torch.randn({list(normalised)}, dtype=torch.{kind})"
     rest = ", ".join([*affine, "1e-2"])
     if channels:
-        plain = f"N.layer_norm(x.movedim(1, -1), {list(normalised)}, {rest}).movedim(-1, 1)"
-        ours = f"F.{name}(x, {rest})"
+        plain = f"N.{name}(x.movedim(1, -1), {list(normalised)}, {rest}).movedim(-1, 1)"
+        ours = f"F.{name}_channels(x, {rest})"
     elif pick(False, True):
         tensors["r"] = context.random(pick, sizes, "normal")
         ours = f"sum(F.{name}(x, {list(normalised)}, {rest}, residual=r))"

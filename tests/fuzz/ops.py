@@ -136,7 +136,7 @@ _MAKERS: dict[str, Generator] = {
     "max_pool2d": Generator(norms.max_pool2d, EVERY),
     **{
         name: Generator(partial(norms.row_norm, name), CHAINED)
-        for name in ("layer_norm", "layer_norm_channels", "rms_norm")
+        for name in ("layer_norm", "layer_norm_channels", "rms_norm", "rms_norm_channels")
     },
     **{
         name: Generator(partial(norms.mean, name), CHAINED)

@@ -190,6 +190,9 @@ CASES: dict[str, Case] = {
     "layer_norm_channels": (
         AnySize(lambda x, w, b: F.layer_norm_channels(x, w, b, 0.1)), (IMAGE, VECTOR, VECTOR),
     ),
+    "rms_norm_channels": (
+        AnySize(lambda x, w: F.rms_norm_channels(x, w, 0.1)), (IMAGE, VECTOR),
+    ),
     "scaled_dot_product_attention": (
         Seeded(partial(F.scaled_dot_product_attention, dropout_p=0.25)), (IMAGE, IMAGE, IMAGE),
     ),

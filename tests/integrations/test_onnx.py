@@ -40,9 +40,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "GroupNorm1Act": (4,),
     "LayerNorm": (4,),
     "LayerNorm2d": (4,),
+    "LayerNormAct2d": (4,),
     "MaxPool2d": (2,),
     "NormalizeImages": ((0.5, 0.4, 0.3), (0.2, 0.3, 0.4)),
     "PReLU": (4,),
+    "RmsNorm2d": (4,),
     "SyncBatchNormAct": (4,),
     "Threshold": (0.0, 0.0),  # the TorchScript exporter knows no other threshold
 }
@@ -56,7 +58,7 @@ INPUTS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
 }
 # The TorchScript exporter lacks torch's own RMS norm, too.
 _CLASSES = [name for name in fnn.__all__ if isinstance(getattr(fnn, name), type)]
-NAMES = [name for name in _CLASSES if name != "RMSNorm"]
+NAMES = [name for name in _CLASSES if name not in ("RMSNorm", "RmsNorm2d")]
 
 
 def randomized(model: nn.Module) -> nn.Module:

@@ -41,6 +41,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "layer_norm": lambda x: F.layer_norm(x, [5], VECTOR.new_ones(5), residual=x * 2)[0],
     "rms_norm": lambda x: F.rms_norm(x, [5], VECTOR.new_ones(5)),
     "layer_norm_channels": lambda x: F.layer_norm_channels(x, VECTOR, VECTOR),
+    "rms_norm_channels": lambda x: F.rms_norm_channels(x, VECTOR),
     "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1),
     "mean": lambda x: F.mean(x, (2, 3)),
     "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 1),
@@ -115,8 +116,8 @@ SHORT: dict[str, tuple[Any, ...]] = {
     "BatchNormAct2d": (4,), "SyncBatchNormAct": (4,), "BiasActDropout": (4, "silu", 0.5, 1),
     "ConvBnAct": (4, 3, 3), "DepthwiseConv2d": (4, 4, 3), "MaxPool2d": (2,), "DropPath": (0.5,),
     "Threshold": (0.1, 0.2), "GroupNorm": (2, 4), "GroupNormAct": (4, 2), "GroupNorm1Act": (4,),
-    "LayerNorm": (5,), "LayerNorm2d": (4,), "RMSNorm": (5,),
-    "Dropout": (0.5,), "GLU": (1,), "SwiGLU": (1,), "GEGLU": (1,), "ReGLU": (1,),
+    "LayerNorm": (5,), "LayerNorm2d": (4,), "LayerNormAct2d": (4,), "RMSNorm": (5,),
+    "RmsNorm2d": (4,), "Dropout": (0.5,), "GLU": (1,), "SwiGLU": (1,), "GEGLU": (1,), "ReGLU": (1,),
     "BilinearGLU": (1,),
 }  # fmt: skip
 # Modules of other inputs: see their own tests.

@@ -1,9 +1,10 @@
-"""The functions layer_norm, rms_norm and layer_norm_channels beside torch's: numbers, dtypes,
+"""The functions layer_norm, rms_norm and both over channels beside torch's: numbers, dtypes,
 layouts, errors, sums with a residual. test_every_function.py has derivatives and compilers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.nn.functional as torch_functional
 from torch import Tensor
 
-from fusedtrain import functional as F, recompute
+from fusedtrain import functional as F, nn, recompute
 from fusedtrain.ops import row_norm
 from helpers.batch_norm import last
+from helpers.models import timm
 
 Args = tuple[Any, ...]
 
@@ -23,15 +25,15 @@ def _kernels_take_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_norm, "_LEAST", {})
 
 
-def channels_eager(x: Tensor, *args: Any) -> Tensor:
-    y = torch_functional.layer_norm(x.movedim(1, -1), x.shape[1:2], *args)
-    return y.movedim(-1, 1)
+def over_channels(norm: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    return norm(x.movedim(1, -1), x.shape[1:2], *args).movedim(-1, 1)
 
 
 EAGER: dict[str, Callable[..., Tensor]] = {
     "layer_norm": torch_functional.layer_norm,
     "rms_norm": torch_functional.rms_norm,
-    "layer_norm_channels": channels_eager,
+    "layer_norm_channels": partial(over_channels, torch_functional.layer_norm),
+    "rms_norm_channels": partial(over_channels, torch_functional.rms_norm),
 }
 
 
@@ -63,6 +65,9 @@ def cases(dtype: torch.dtype, affine: torch.dtype) -> list[tuple[str, Args]]:
         ("layer_norm_channels", (image_last, of(8), None, 1e-3)),
         ("layer_norm_channels", (leaf(4, 8, dtype=dtype), None, of(8), 1e-6)),
         ("layer_norm_channels", (leaf(2, 3, 5, 7, dtype=dtype)[:, :, ::2], of(3), of(3), 1e-6)),
+        ("rms_norm_channels", (image, of(8), 1e-6)),
+        ("rms_norm_channels", (image_last, None, 1e-3)),
+        ("rms_norm_channels", (leaf(4, 8, dtype=dtype), of(8), 1e-6)),
     ]
 
 
@@ -79,7 +84,7 @@ def test_numbers_and_layouts(dtype: torch.dtype, mixed: bool) -> None:
         leaves = [a for a in args if isinstance(a, Tensor)]
         y, want = getattr(F, name)(*args), eager(*args)
         assert y.dtype is want.dtype
-        assert name == "layer_norm_channels" or y.is_contiguous()
+        assert name.endswith("channels") or y.is_contiguous()
         grad = torch.randn(y.shape, dtype=y.dtype)
         epsilon = torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps
         if name == "rms_norm" and len(wide) < 4:
@@ -100,6 +105,7 @@ def test_channels_keep_the_layout() -> None:
     weight = torch.ones(8)
     for x in (torch.randn(2, 8, 5, 3), last(2, 8, 5, 3), torch.randn(2, 8, 4)):
         assert F.layer_norm_channels(x, weight).stride() == x.stride()
+        assert F.rms_norm_channels(x, weight).stride() == x.stride()
         plain = F.layer_norm_channels(x.to(torch.complex64).real.requires_grad_(), weight)
         assert plain.shape == x.shape
 
@@ -129,6 +135,28 @@ def test_a_residual(name: str) -> None:
                         torch.testing.assert_close(a, b, rtol=20 * limit, atol=20 * limit)
 
 
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("LayerNorm2d", (8, 1e-3)), ("LayerNorm2d", (8, 1e-3, False)), ("LayerNormAct2d", (8,)),
+        ("LayerNormAct2d", (8, 1e-3, True, True, "silu", None, False, torch.nn.Tanh)),
+        ("LayerNormAct2d", (8, 1e-3, False, False)), ("RmsNorm2d", (8,)),
+        ("RmsNorm2d", (8, 1e-3, False)),
+    ],
+)  # fmt: skip
+def test_modules_of_timm(name: str, args: Args) -> None:
+    """Constructed as timm's, with their checkpoints and numbers."""
+    timm()
+    layers = pytest.importorskip("timm.layers")
+    ours, stock = getattr(nn, name)(*args), getattr(layers, name)(*args)
+    for p in stock.parameters():
+        torch.nn.init.normal_(p)
+    ours.load_state_dict(stock.state_dict())
+    x = torch.randn(2, 8, 5, 3)
+    torch.testing.assert_close(ours(x), stock(x))
+    torch.testing.assert_close(torch.jit.script(ours)(x), stock(x))
+
+
 def test_residual_second_derivatives() -> None:
     x, r, w = (leaf(*shape, dtype=torch.float64) for shape in ((2, 5), (2, 5), (5,)))
     for name in ("layer_norm", "rms_norm"):
@@ -145,13 +173,13 @@ def test_errors_are_those_of_torch() -> None:
         ("layer_norm", (x.bfloat16(), (3,), torch.ones(3).bfloat16(), torch.ones(3))),
         ("rms_norm", (x, (4,))), ("rms_norm", (x, ())), ("rms_norm", (x, (3,), torch.ones(2))),
         ("rms_norm", (x.int(), (3,))), ("layer_norm_channels", (x, torch.ones(2))),
-        ("layer_norm_channels", (x[0],)),
+        ("layer_norm_channels", (x[0],)), ("rms_norm_channels", (x, torch.ones(2))),
     ):  # fmt: skip
         with pytest.raises(Exception) as theirs:
             EAGER[name](*args)
         with pytest.raises(type(theirs.value)) as ours:
             getattr(F, name)(*args)
-        assert name == "layer_norm_channels" or str(ours.value) == str(theirs.value)
+        assert name.endswith("channels") or str(ours.value) == str(theirs.value)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -203,7 +231,7 @@ def test_scripts() -> None:
         norm, total = scripted(x, [6], w, residual=x)
         assert torch.equal(total, x + x)
         torch.testing.assert_close(norm, EAGER[name](x + x, (6,), w))
-    torch.testing.assert_close(
-        torch.jit.script(F.layer_norm_channels)(x, w), channels_eager(x, w, None, 1e-6)
-    )
-    assert torch.jit.script(F.layer_norm_channels)(torch.randn(2, 6, 3)).is_contiguous()
+    for name, args in (("layer_norm_channels", (w, None, 1e-6)), ("rms_norm_channels", (w, 1e-6))):
+        scripted = torch.jit.script(getattr(F, name))
+        torch.testing.assert_close(scripted(x, *args), EAGER[name](x, *args))
+        assert scripted(torch.randn(2, 6, 3)).is_contiguous()

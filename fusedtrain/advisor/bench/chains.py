@@ -149,6 +149,14 @@ CHAINS = {
         constants=2,
         image=True,
     ),
+    "rms_norm_channels": Chain(
+        F.rms_norm_channels,
+        lambda x, w: x * (x.pow(2).mean(1, True) + 1e-6).rsqrt() * w.view(1, -1, 1, 1),
+        lambda n: (_images(n), (96,)),
+        (2, 3),
+        constants=1,
+        image=True,
+    ),
 }  # fmt: skip
 
 
