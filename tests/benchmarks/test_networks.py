@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,11 +12,9 @@ from torch import Tensor, nn
 
 from benchmarks import bench_conv_bn, bench_host, bench_memory
 from benchmarks.harness import networks
-from benchmarks.harness.memory import most_allocated
 from benchmarks.harness.networks import Setup
 from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
-from helpers.models import torchvision
 
 TRAIN = Setup("train", "none", 4, 32)
 MIB = 2**20
@@ -87,47 +84,7 @@ def test_gate_refuses_a_wrong_contestant(mistake: str) -> None:
         _gate(network, setup)
 
 
-@pytest.mark.parametrize("job", ["train", "inference"])
-def test_gate_accepts_right_contestants(job: str) -> None:
-    setup = replace(TRAIN, job=job)
-    stock = _network(setup)
-    for who in ("eager", "fusedtrain") if job == "train" else ("eager",):
-        errors = _gate(networks.contestant(who, setup, stock).model, setup)
-        kinds = {"output", "gradient", "running statistics"} if job == "train" else {"output"}
-        assert errors.keys() == kinds
-
-
-def test_contestants_share_nothing() -> None:
-    stock = _network(TRAIN)
-    before = copy.deepcopy(stock.state_dict())
-    for who in ("eager", "fusedtrain"):
-        model = networks.contestant(who, TRAIN, stock).model
-        networks.call(model, TRAIN, *networks.batch_of(TRAIN, "cpu"))()
-    assert all(map(torch.equal, before.values(), stock.state_dict().values()))
-    assert all(p.grad is None for p in stock.parameters())
-    assert all(type(layer).__module__.startswith("torch.nn.") for layer in stock)
-
-
-def test_saved_bytes() -> None:
-    setup = replace(TRAIN, layout="contiguous", pixels=9)
-    norm = nn.Sequential(nn.Flatten(), nn.Linear(243, 1000), nn.BatchNorm1d(1000))
-    # The input of the norm, its two vectors of statistics, the output of log_softmax, a scalar.
-    saved = networks.saved_bytes(norm, setup, *networks.batch_of(setup, "cpu"))
-    assert 0 <= saved - 4 * (2 * 4 * 1000 + 2 * 1000) <= 64
-
-
 # --- memory ---
-
-
-def test_bytes_of_a_call() -> None:
-    """4 MiB that stay, 8 more that go."""
-
-    def run() -> Tensor:
-        kept = torch.empty(MIB)
-        torch.empty(2 * MIB)
-        return kept
-
-    assert most_allocated(run, "cpu") == (12 * MIB, 4 * MIB)
 
 
 class Linear(nn.Module):
@@ -155,24 +112,6 @@ def test_the_largest_batch_that_fits() -> None:
 
 
 # --- networks and rows ---
-
-
-def test_networks_are_ready() -> None:
-    torchvision()
-    setup = Setup("tune", "efficientnet_b0", 2, 64)
-    network = networks.build(setup, "cpu")
-    norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert network.training
-    assert not any(norm.training for norm in norms)
-    assert all(norm.momentum != 1.0 for norm in norms)
-    images, labels = networks.batch_of(setup, "cpu")
-    assert images.is_contiguous(memory_format=torch.channels_last)
-    # No dropout: the same twice; and of a size that a trained network has.
-    outputs = [network(images) for _ in range(2)]
-    assert torch.equal(*outputs)
-    assert 1e-3 < float(outputs[0].detach().std()) < 1e3
-    assert labels.shape == (2,)
-    assert not networks.build(replace(setup, job="inference"), "cpu").training
 
 
 CASES: dict[str, tuple[Any, Any]] = {

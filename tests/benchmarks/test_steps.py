@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from benchmarks import bench_amp_step, bench_apex, report
+from benchmarks import bench_amp_step, bench_apex
 from benchmarks.harness import apex
 from benchmarks.harness.cases import Work
 from benchmarks.harness.rows import Row
@@ -186,85 +183,6 @@ def test_right_scripts_pass(level: str, rule: str, job: str) -> None:
         apex.check(entrant, rule, job, data)
 
 
-def _times(factor: float) -> Spoil:
-    """Gradients that are off."""
-    return _wrapped(lambda entrant, right: ([g.mul_(factor) for g in entrant.grads], right()))
-
-
-def _no_rounded_copy(entrant: Any, right: Callable[[], object]) -> None:
-    kept = entrant.params[0].detach().clone()
-    right()
-    entrant.params[0].data.copy_(kept)
-
-
-def _never_skips(entrant: Any, right: Callable[[], object]) -> None:
-    for g in entrant.grads:
-        g.nan_to_num_(posinf=1.0)
-    right()
-
-
-def _scale_that_stays(entrant: Any) -> None:
-    entrant.scale = lambda: 1.0
-
-
-def _nothing(entrant: Any) -> None:
-    """The options of the rule are wrong, not the call."""
-
-
-WRONG_SCRIPTS: dict[str, tuple[Spoil, dict[str, float], str]] = {
-    "no-op": (_nothing, {"lr": 0.0}, "wrong weight"),
-    "two percent of a step": (_nothing, {"lr": 0.102}, "wrong weight"),
-    "no decay": (_nothing, {"weight_decay": 0.0}, "wrong weight"),
-    "momentum": (_nothing, {"momentum": 0.88}, "wrong weight"),
-    "not scaled": (_times(1 / apex.GATE_SCALE), {}, "wrong"),
-    "sign": (_times(-1.0), {}, "wrong"),
-    "two percent": (_times(1.02), {}, "wrong"),
-    "no copy": (
-        _wrapped(_no_rounded_copy), {}, "are not the float32 weights, rounded|wrong weight",
-    ),
-    "no skip": (_wrapped(_never_skips), {}, "not skipped"),
-    "scale": (_scale_that_stays, {}, "did not halve"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("who", ["fusedtrain", "own", "masters"])
-@pytest.mark.parametrize("mistake", WRONG_SCRIPTS)
-def test_wrong_scripts_do_not(who: str, mistake: str) -> None:
-    spoil, options, message = WRONG_SCRIPTS[mistake]
-    for job in apex.JOBS if options else ("step",):
-        entrant, data = small(who, "O2", "FusedSGD", job, **options)
-        spoil(entrant)
-        with pytest.raises(NotTheJob, match=message):
-            apex.check(entrant, "FusedSGD", job, data)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_script_that_does_not_clip(level: str) -> None:
-    for who in apex.contestants(level, "step"):
-        entrant, data = small(who, level, "FusedSGD", "step")
-        with pytest.raises(NotTheJob, match="wrong weight"):
-            apex.check(entrant, "FusedSGD", "clip", data)
-
-
-def test_a_timed_call_can_be_repeated() -> None:
-    """Gradients are the same before each, and stay far from denormal numbers."""
-    data = bench_apex._tensors("efficientnet_b0", "cpu", tiny=True)
-    for who in apex.contestants("O2", "clip"):
-        entrant = apex.contestant(who, "O2", "FusedSGD", "clip", data, lr=bench_apex.LR)
-        before = [w.detach().clone() for w in data.values]
-        for _ in range(2):
-            entrant.ready()
-            gradients = [g.clone() for g in entrant.grads]
-            entrant.call()
-            assert entrant.scale() == apex.SCALE
-        entrant.ready()
-        assert all(map(torch.equal, gradients, entrant.grads))
-        assert min(float(g.abs().min()) for g in gradients) / apex.SCALE > 2**-14
-        weights = entrant.weights()
-        assert not any(map(torch.equal, weights, before))
-        assert max(float((a.detach() - b).abs().max()) for a, b in zip(weights, before)) < 1e-3
-
-
 # --- rows ---
 
 
@@ -285,32 +203,6 @@ def test_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made["counts"].keys() == made["host_ns"].keys()
     assert made["gb_per_s"]["fused"] == pytest.approx(made["bytes"] / made.ns["fused"])
     assert made["counts"]["single"] > 60 > made["counts"]["fusedtrain"]
-
-
-@pytest.mark.parametrize("job", apex.JOBS)
-def test_row_of_apex(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = row(bench_apex, monkeypatch, "O2", "FusedSGD", job)
-    assert made.ns.keys() == {*apex.contestants("O2", job), "copy"}
-    assert (made.op, made["bytes"]) == ("O2+FusedSGD", 20 * (128 * 22 + 32 * 24))
-    assert made["counts"]["fusedtrain"] > made["counts"]["own"] > 0
-
-
-def test_a_rival_that_is_compiled_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile raises below a dispatch mode, by which operators are counted."""
-
-    class Compiled(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            assert _get_current_dispatch_mode() is None
-            return super().step(closure)
-
-    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(AdamW8bit=Compiled))
-    monkeypatch.setattr(steps, "rivals", lambda *_: ["fused", steps.TORCHAO])
-    made = row(bench_amp_step, monkeypatch, "adamw", "bfloat16+q8", "clip")
-    assert made["host_ns"].keys() == {"fusedtrain", "fused", steps.TORCHAO}
-    assert made["counts"].keys() == {"fusedtrain", "fused"}
-    ours, fused = made["counts"].values()
-    made.ratio[steps.TORCHAO] = 2 * made.ratio["fused"]
-    assert report.cells(made)["launches"] == f"{ours} (fused {fused})"
 
 
 @pytest.mark.parametrize(
