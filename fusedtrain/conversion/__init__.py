@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
              "gated_by": "_gates",
              "gated_formula": "_gates", "group_norm_act_of": "_fused_calls",
              "group_normed": "_fused_calls", "laid_out_as": "_gates", "method": "_formulas",
-             "norm_act_of": "_fused_calls", "rms_normed": "_row_norms",
+             "norm_act_of": "_fused_calls", "row_normed": "_row_norms",
              "with_epilogue": "_fused_calls", "Epilogue": "_fused_calls"}  # fmt: skip
     if name in ("TimmBatchNormAct2d", "TimmSyncBatchNormAct"):  # of pickles
         return importlib.import_module(f"{__name__}._fused_calls").timms_norm(name[4:])

@@ -94,9 +94,9 @@ class Conversion:
         self.all_units: list[Unit] = [
             *(site for site in sites if site is not None),
             *find_group_norms(self.rules),
+            *find_row_norms(self.rules),
             *find_products(self.rules),
             *find_branches(self.rules, dropout),
-            *find_row_norms(self.rules),
             *find_calls(self.rules, candidates, known, memory),
         ]
         self.left = list(left_modules(self.flow, candidates, known | {id(n) for n in self.norms}))

@@ -1,8 +1,12 @@
-"""Modules whose forward is an RMS norm, written out: those of transformers' language models, and
-over channels timm's RmsNorm2d.
+"""Modules whose forward is an RMS norm or layer norm, written out: the first in transformers'
+language models and timm's RmsNorm2d, the second over channels in ConvNeXt and SAM of their authors.
 
     weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + eps) * weight.reshape(1, -1, 1, 1)
+
+    u = x.mean(1, keepdim=True)
+    s = (x - u).pow(2).mean(1, keepdim=True)
+    weight[:, None, None] * ((x - u) / torch.sqrt(s + eps)) + bias[:, None, None]
 
 Calls are compared as products of factors, in whatever order and with whatever casts. A call with
 other tensors than the formula is for runs the stock forward.
@@ -21,92 +25,104 @@ from torch import Tensor, fx, nn
 
 from .._calls import autocasts, is_plain
 from .._graph.flow import Trace
-from ..functional import rms_norm, rms_norm_channels
+from ..functional import layer_norm, layer_norm_channels, rms_norm, rms_norm_channels
 from ._report import Applied
 from ._rules import Rules
 from ._units import Change, Copy, Unit
 
 WORDS = {"mean"}  # in the forward of such a module
-# Where the dtype of a value comes from: the input, the weight, or a constant. Several: the wider.
+# Where the dtype of a value comes from: input, weight or bias, or a constant. Several: the wider.
 Dtypes = frozenset[str | torch.dtype]
 
 
 class _Value(NamedTuple):
-    """A product of factors: the input "x", the weight "w" or "1+w", the norm's divisor inverted "r"
-    or as it is "s"; or one of "mean", of squares, and "mean+eps"."""
+    """A product of factors: the input "x" or, without its mean "u", "c", the weight "w" or "1+w",
+    the norm's divisor inverted "r" or as it is "s"; then "+b". Or one of "mean", of squares, and
+    "mean+eps"."""
 
     factors: tuple[str, ...]
     dtypes: Dtypes = frozenset()
 
 
-class RmsNorm(NamedTuple):
-    """An RMS norm of `input` in a graph. `one`: the factor is 1 + weight. `inner`, `outer`: dtypes
-    of the squares and of the result. `dim`: -1 or 1. `ones`: dimensions of the weight behind its
-    values."""
+class RowNorm(NamedTuple):
+    """A norm of `input` in a graph: layer norm where `centered`, else RMS norm. `one`: the factor
+    is 1 + weight. `inner`, `outer`: dtypes of the squares and of the result. `dim`: -1 or 1.
+    `ones`: dimensions of weight and bias behind their values, `rank`: all of the parameters'."""
 
     input: fx.Node
     weight: fx.Node | None
+    bias: fx.Node | None
     eps: float
+    centered: bool
     one: bool
     inner: Dtypes
     outer: Dtypes
     dim: int
     ones: int
+    rank: int
     nodes: tuple[fx.Node, ...]
 
 
 class _Unknown(Exception):
-    """An expression that is no part of an RMS norm."""
+    """An expression that is no part of such a norm."""
 
 
-def rms_normed(
-    input: Any, weight: Any, eps: float, one: bool, inner: tuple[Any, ...], outer: tuple[Any, ...],
-    dim: int = -1, ones: int = 0,
+def row_normed(
+    input: Any, weight: Any, bias: Any, eps: float, centered: bool, one: bool,
+    inner: tuple[Any, ...], outer: tuple[Any, ...], dim: int, ones: int, rank: int,
 ) -> Any:  # fmt: skip
-    """The RMS norm of :class:`RmsNorm`; NotImplemented where the stock forward would have an output
-    of another dtype than :func:`fusedtrain.functional.rms_norm`, compute in more bits, or raise an
-    error."""
+    """The norm of :class:`RowNorm`; NotImplemented where the stock forward would have an output of
+    another dtype than the function of :mod:`fusedtrain.functional`, compute in more bits, or raise
+    an error."""
+    affine: list[Tensor] = [t for t in (weight, bias) if t is not None]
     if not is_plain(input) or input.dim() <= max(dim, 0):
         return NotImplemented
-    if weight is not None and not (
-        is_plain(weight)
-        and weight.shape == (input.shape[dim],)
-        and (dim == -1 or input.dim() == ones + 2)
+    if affine and dim == 1 and input.dim() != ones + 2:
+        return NotImplemented
+    size, place = input.shape[dim], 0 if rank == 1 else rank - 1 - ones
+    if not all(
+        is_plain(t) and t.dim() == rank and t.numel() == size == t.size(place) for t in affine
     ):
         return NotImplemented
-    computes = _resolved(inner, input, weight)
+    tensors = {"x": input, "w": weight, "b": bias}
+    computes = _resolved(inner, tensors)
     # 16 bits are computed in float32; where the stock forward does not, autocast on CUDA may.
     narrow = input.dtype in (torch.float16, torch.bfloat16) and computes is not input.dtype
     if computes is not (torch.float32 if narrow else input.dtype):
         return NotImplemented
     if computes.itemsize == 2 and autocasts(input, "cuda"):
         return NotImplemented
-    dtype = _resolved(outer, input, weight)
+    dtype = _resolved(outer, tensors)
     computed = torch.promote_types(input.dtype, dtype)
-    if weight is not None:
-        if one or weight.dtype is not computed:
-            weight = weight.to(torch.promote_types(computed, torch.float32))
-        weight = 1 + weight if one else weight
-    input = input.to(computed)
+    if one or any(t.dtype is not computed for t in affine):
+        wide = torch.promote_types(computed, torch.float32)
+        computed = wide if centered else computed  # layer norm on a GPU takes one dtype
+        affine = [t.to(wide) for t in affine]
+    affine = [t.flatten() for t in affine]
+    weight = None if weight is None else affine.pop(0)
+    bias = affine.pop() if affine else None
+    weight = 1 + weight if one else weight
+    x, rest = input.to(computed), (weight, bias, eps) if centered else (weight, eps)
     output: Any
     if dim == -1:
-        output = rms_norm(input, list(input.shape[-1:]), weight, eps)
+        function: Any = layer_norm if centered else rms_norm
+        output = function(x, [size], *rest)
     else:
-        output = rms_norm_channels(input, weight, eps)
+        function = layer_norm_channels if centered else rms_norm_channels
+        output = function(x, *rest)
     return output.to(dtype)
 
 
-rms_normed.__module__ = "fusedtrain.conversion"  # the name in pickles
+row_normed.__module__ = "fusedtrain.conversion"  # the name in pickles
 
 
-def _resolved(dtypes: tuple[Any, ...], input: Tensor, weight: Tensor | None) -> torch.dtype:
-    tensors = {"x": input, "w": weight}
+def _resolved(dtypes: tuple[Any, ...], tensors: dict[str, Any]) -> torch.dtype:
     resolved = [getattr(tensors.get(dtype), "dtype", dtype) for dtype in dtypes]
     return functools.reduce(torch.promote_types, resolved)
 
 
-def rms_norm_of(trace: Trace, graph: fx.Graph) -> RmsNorm | None:
-    """The RMS norm that a graph is, and nothing else."""
+def row_norm_of(trace: Trace, graph: fx.Graph) -> RowNorm | None:
+    """The norm that a graph is, and nothing else."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     root = next(iter(reversed(graph.nodes))).args[0]
     if len(inputs) != 1 or not isinstance(root, fx.Node):
@@ -117,7 +133,12 @@ def rms_norm_of(trace: Trace, graph: fx.Graph) -> RmsNorm | None:
         value = reader.value_of(root)
     except _Unknown:
         return None
-    if value.factors not in (("r", "x"), ("r", "w", "x"), ("1+w", "r", "x")):
+    factors = {*value.factors} - {"w", "1+w"}
+    if factors - {"+b"} != ({"c", "r"} if reader.centered else {"r", "x"}):
+        return None
+    if "+b" in factors and not reader.centered:  # no function has it
+        return None
+    if reader.weight is not None and not {"w", "1+w"} & {*value.factors}:  # its dtype alone
         return None
     nodes = tuple(n for n in graph.nodes if n in known and n.op.startswith("call"))
     others = (n for n in graph.nodes if n.op.startswith("call") and n not in known)
@@ -128,12 +149,15 @@ def rms_norm_of(trace: Trace, graph: fx.Graph) -> RmsNorm | None:
         seen = node is not root and not set(node.users) <= set(nodes)
         if seen or Trace.is_kept(node) or not Trace.are_alike(node, root):
             return None
-    weight = reader.weight if len(value.factors) == 3 else None
-    if weight is not None and reader.ones and reader.dim == -1:
+    readers = [r for r in (reader, reader.bias) if r is not None and r.weight is not None]
+    shapes = {(r.ones, r.rank) for r in readers} or {(0, 1)}
+    ones, rank = shapes.pop()
+    if shapes or (ones > 0 and reader.dim != 1):
         return None
-    return RmsNorm(
-        inputs[0], weight, reader.eps, "1+w" in value.factors, reader.inner, value.dtypes,
-        reader.dim, reader.ones, nodes,
+    bias = None if reader.bias is None else reader.bias.weight
+    return RowNorm(
+        inputs[0], reader.weight, bias, reader.eps, reader.centered, "1+w" in value.factors,
+        reader.inner, value.dtypes, reader.dim, ones, rank, nodes,
     )  # fmt: skip
 
 
@@ -145,7 +169,9 @@ class _Reader:
         self.eps: float | None = None
         self.inner: Dtypes = frozenset()
         self.weight: fx.Node | None = None
-        self.dim, self.ones = -1, 0
+        self.bias: _Reader | None = None
+        self.dim, self.ones, self.rank = 0, 0, 1
+        self.centered = False
 
     def value_of(self, node: Any) -> _Value:
         if not isinstance(node, fx.Node):
@@ -155,12 +181,15 @@ class _Reader:
         return self.known[node]
 
     def _weight(self, node: fx.Node) -> _Value:
-        tensor = getattr(self.module, str(node.target), None)
+        tensor: Any = getattr(self.module, str(node.target), None)
         if self.weight not in (None, node) and self.weight.target != node.target:
             raise _Unknown
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1:
+        shape = [*tensor.shape] if isinstance(tensor, Tensor) else []
+        if len(shape) > 1 and shape[0] == 1:
+            del shape[0]
+        if not shape or {*shape[1:]} - {1} or tensor.dim() == 2:
             raise _Unknown
-        self.weight = node
+        self.weight, self.ones, self.rank = node, len(shape) - 1, tensor.dim()
         return _Value(("w",), frozenset({"w"}))
 
     def _call(self, node: fx.Node) -> _Value:
@@ -168,8 +197,8 @@ class _Reader:
         one, *others = node.args if node.args else (None,)
         if name == "cast":
             return self._cast(node, others)
-        if name == "mean":
-            return self._mean(node, others)
+        if name in ("mean", "var"):
+            return self._mean(node, others, name == "var")
         if node.kwargs or not name:
             raise _Unknown
         if name in ("reshape", "getitem"):
@@ -188,8 +217,8 @@ class _Reader:
             value = self.value_of(one)
             if other == 2:
                 return self._product(value, value)
-            if other == -0.5 and value.factors == ("mean+eps",):
-                return _Value(("r",), value.dtypes)
+            if other in (0.5, -0.5) and value.factors == ("mean+eps",):
+                return _Value(("s" if other == 0.5 else "r",), value.dtypes)
         if name == "mul":
             return self._product(self.value_of(one), self.value_of(other))
         if name == "div":
@@ -198,16 +227,22 @@ class _Reader:
                 inverse = _Value(("r",), divisor.dtypes)
                 is_one = type(one) in (int, float) and one == 1
                 return inverse if is_one else self._product(self.value_of(one), inverse)
+        if name == "sub":
+            if (self.value_of(one).factors, self.value_of(other).factors) != (("x",), ("u",)):
+                raise _Unknown
+            return self.value_of(one)._replace(factors=("c",))
         if name == "add":
-            number, tensor = (one, other) if type(one) in (int, float) else (other, one)
-            return self._sum(number, self.value_of(tensor))
+            one, other = (other, one) if type(one) in (int, float) else (one, other)
+            if isinstance(other, fx.Node):
+                return self._biased(one, other)
+            return self._sum(other, self.value_of(one))
         raise _Unknown
 
     def _product(self, one: _Value, other: _Value) -> _Value:
         factors = tuple(sorted(one.factors + other.factors))
-        if len(set(factors)) < len(factors) and factors != ("x", "x"):
+        if len(set(factors)) < len(factors) and factors not in _SQUARES:
             raise _Unknown
-        if not set(factors) <= {"x", "w", "1+w", "r"}:
+        if not set(factors) <= {"x", "c", "w", "1+w", "r"}:
             raise _Unknown
         return _Value(factors, one.dtypes | other.dtypes)
 
@@ -229,24 +264,49 @@ class _Reader:
         if shape[:1] in ([1], [None]):
             del shape[0]
         ones = len(shape) - 1
-        if ones < 1 or value.factors not in (("w",), ("1+w",)) or shape not in (
+        if ones < 1 or self.rank > 1 or value.factors not in (("w",), ("1+w",)) or shape not in (
             [-1] + [1] * ones, [slice(None)] + [None] * ones
         ):  # fmt: skip
             raise _Unknown
         self.ones = ones
         return value
 
-    def _mean(self, node: fx.Node, others: list[Any]) -> _Value:
-        named = dict(zip(("dim", "keepdim"), others)) | node.kwargs
-        value = self.value_of(node.args[0])
-        dim = named.pop("dim", None)
+    def _biased(self, one: Any, other: Any) -> _Value:
+        """A product and a bias, in either order."""
+        for product, bias in ((one, other), (other, one)):
+            reader = _Reader(self.module, {})
+            try:
+                added = reader.value_of(bias)
+            except _Unknown:
+                continue
+            if added.factors != ("w",) or self.bias is not None:
+                break
+            self.bias = reader
+            self.known |= reader.known
+            value = self.value_of(product)
+            dtypes = value.dtypes | {"b" if d == "w" else d for d in added.dtypes}
+            return _Value(("+b", *value.factors), dtypes)
+        raise _Unknown
+
+    def _mean(self, node: fx.Node, others: list[Any], of_squares: bool) -> _Value:
+        names = ("dim", "unbiased", "keepdim") if of_squares else ("dim", "keepdim")
+        named = dict(zip(names, others)) | node.kwargs
+        value, dim = self.value_of(node.args[0]), named.pop("dim", None)
         if isinstance(dim, (tuple, list)) and len(dim) == 1:
             dim = dim[0]
-        if value.factors != ("x", "x") or dim not in (-1, 1):
+        if dim not in (-1, 1) or self.dim not in (0, dim) or len(others) > len(names):
             raise _Unknown
         self.dim = dim
-        if named.pop("keepdim", False) is not True or named or len(others) > 2:
+        if of_squares and named.pop("unbiased", named.pop("correction", None)) in (False, 0):
+            value = value._replace(factors=value.factors * 2)
+            self.centered = True
+        if named.pop("keepdim", False) is not True or named:
             raise _Unknown
+        if not of_squares and value.factors == ("x",):
+            return value._replace(factors=("u",))
+        if value.factors not in _SQUARES:
+            raise _Unknown
+        self.centered |= value.factors == ("c", "c")
         if self.inner not in (frozenset(), value.dtypes):
             raise _Unknown
         self.inner = value.dtypes
@@ -271,15 +331,18 @@ class _Reader:
         return value._replace(dtypes=self.value_of(target).dtypes)
 
 
+_SQUARES = (("x", "x"), ("c", "c"))
 _NAMES: dict[Any, str] = {
     **{
         space: name
         for name, others in {
             "add": (operator.add, "add"),
+            "sub": (operator.sub, "sub"),
             "mul": (operator.mul, torch.multiply, "mul", "multiply"),
             "div": (operator.truediv, torch.divide, "div"),
             "pow": (operator.pow, "pow"),
             "mean": ("mean",),
+            "var": ("var",),
             "rsqrt": ("rsqrt",),
             "sqrt": ("sqrt",),
             "square": ("square",),
@@ -293,34 +356,42 @@ _NAMES: dict[Any, str] = {
 
 
 @dataclass(eq=False, kw_only=True)
-class RmsNormSite(Unit):
-    """The whole forward of a module, which is an RMS norm."""
+class RowNormSite(Unit):
+    """The whole forward of a module, which is a norm."""
 
     lines, left = "calls", "left_calls"
 
-    norm: RmsNorm
+    norm: RowNorm
 
     def written(self, change: Change, copy: Copy) -> fx.Node:
         norm = self.norm
+        tensors = (copy.of(node) for node in (norm.input, norm.weight, norm.bias))
         dtypes = (tuple(sorted(d, key=str)) for d in (norm.inner, norm.outer))
-        arguments = (copy.of(norm.input), copy.of(norm.weight), norm.eps, norm.one, *dtypes)
-        over = () if norm.dim == -1 else (norm.dim, norm.ones)
-        return copy.graph.call_function(rms_normed, (*arguments, *over))
+        arguments: Any = (
+            norm.eps,
+            norm.centered,
+            norm.one,
+            *dtypes,
+            norm.dim,
+            norm.ones,
+            norm.rank,
+        )
+        return copy.graph.call_function(row_normed, (*tensors, *arguments))
 
     def line(self, source: str) -> Applied:
-        return Applied(self.name, source, "rms_norm")
+        return Applied(self.name, source, self.title)
 
 
-def find_row_norms(rules: Rules) -> Iterator[RmsNormSite]:
+def find_row_norms(rules: Rules) -> Iterator[RowNormSite]:
     """All of a model."""
     for trace in rules.traces:
-        norms = [(graph, rms_norm_of(trace, graph)) for graph in trace.graphs]
+        norms = [(graph, row_norm_of(trace, graph)) for graph in trace.graphs]
         for _, norm in norms if all(norm is not None for _, norm in norms) else ():
             assert norm is not None
-            yield RmsNormSite(
+            yield RowNormSite(
                 name=rules.flow.names[id(trace.module)],
                 module=trace.module,
-                title="rms_norm",
+                title="layer_norm" if norm.centered else "rms_norm",
                 reason=rules.of_forward(trace),
                 change=Change(trace, norm.nodes, norm.nodes[-1], (norm.input,), crosses=False),
                 norm=norm,

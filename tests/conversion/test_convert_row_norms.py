@@ -1,4 +1,4 @@
-"""RMS norms written out as calls, which convert makes one op: which formulas are, and which not."""
+"""RMS and layer norms written out: the formulas that convert makes one op, and others."""
 
 from __future__ import annotations
 
@@ -114,29 +114,95 @@ class Indexed(Norm):
         return (1 + self.weight)[:, None, None] * x
 
 
+class Sam(Norm):
+    """LayerNorm2d of Segment Anything; LayerNorm of ConvNeXt in "channels_first"."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + self.eps)
+        return self.weight[:, None, None] * x + self.other[:, None, None]
+
+
+class Diffusion(Norm):
+    """LayerNorm of networks of diffusion, whose parameter has four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.data = self.weight.data.view(1, -1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        var = torch.var(x, dim=1, unbiased=False, keepdim=True)
+        mean = torch.mean(x, dim=1, keepdim=True)
+        return (x - mean) * (var + self.eps).rsqrt() * self.weight
+
+
+class Cast(Norm):
+    """The norm in float32, as transformers' ConvNeXt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype, x = x.dtype, x.float()
+        u = x.mean(1, keepdim=True)
+        s = torch.sub(x, u).square().mean(1, keepdim=True)
+        x = ((x - u) * torch.rsqrt(s + self.eps)).to(dtype=dtype)
+        return self.other.view(-1, 1, 1) + self.weight.view(-1, 1, 1) * x
+
+
+class Columns(Norm):
+    """Layer norm of the last dimension, as in Restormer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mu, sigma = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mu) / torch.sqrt(sigma + self.eps) * self.weight + self.other
+
+
+class Whitened(Norm):
+    """Without weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = torch.mean(x, -1, True)
+        return (x - u) / (torch.var(x, -1, correction=0, keepdim=True) + self.eps) ** 0.5
+
+
+class Shifted(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True)
+        return self.other + (1 + self.weight) * x * torch.rsqrt((x * x).mean(-1, True) + self.eps)
+
+
+RMS, LAST = (Channels, Indexed), (Columns, Whitened, Shifted)
+
+
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cls", [Channels, Indexed])
-def test_over_channels(cls: type[Norm], dtype: torch.dtype, last: bool) -> None:
+@pytest.mark.parametrize(("of_input", "of_weight"), [*itertools.product(DTYPES, DTYPES)])
+@pytest.mark.parametrize("cls", [*RMS, Sam, Diffusion, Cast, *LAST])
+def test_over_channels(
+    cls: type[Norm], of_input: torch.dtype, of_weight: torch.dtype, last: bool
+) -> None:
     """Dtype and layout are stock's. Numbers are as near to float64, or nearer."""
     torch.manual_seed(0)
-    model = nn.Sequential(cls()).to(dtype)
-    stock, exact = copy.deepcopy(model), copy.deepcopy(model).double()
-    assert [call.activation for call in fusedtrain.convert(model).calls] == ["rms_norm"]
-    x, g = torch.randn(2, 2, WIDTH, 5, 3).to(dtype)
+    model = nn.Sequential(cls()).to(of_weight)
+    stock, exact = copy.deepcopy(model), nn.Sequential(Sam() if cls is Cast else cls()).double()
+    exact.load_state_dict(model.state_dict())
+    name = "rms_norm" if cls in RMS else "layer_norm"
+    assert [call.activation for call in fusedtrain.convert(model).calls] == [name]
+    x, g = torch.randn(2, 2, WIDTH, 5, 3).to(of_input)
     if last:
         x = x.contiguous(memory_format=torch.channels_last)
+    if cls in LAST:
+        x, g = x.movedim(1, -1), g.movedim(1, -1)
     results = []
-    for net in (exact, stock, model):
-        leaf = x.to(net[0].weight.dtype).requires_grad_()
+    for net, dtype in ((exact, torch.float64), (stock, of_input), (model, of_input)):
+        leaf = x.to(dtype).requires_grad_()
         y = net(leaf)
-        results.append([y, *torch.autograd.grad(y, (leaf, net[0].weight), g.to(y.dtype))])
-    assert results[2][0].stride() == results[1][0].stride()
+        leaves = [leaf, *net.parameters()]
+        gradients = torch.autograd.grad(y, leaves, g.to(y.dtype), allow_unused=True)
+        results.append([y, *(t for t in gradients if t is not None)])
+    assert results[2][0].stride() == results[1][0].stride() or cls in LAST
     for truth, want, got in zip(*results, strict=True):
         assert got.dtype is want.dtype
         off, most = ((t.double() - truth).abs().max().item() for t in (got, want))
-        # eps of float32, or of float64
-        least = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        least = torch.finfo(torch.promote_types(of_input, torch.float32)).eps
         assert off <= max(most, 8 * least * truth.abs().max().item())
 
 
@@ -201,10 +267,50 @@ class NoGrad(Norm):
         return self.weight * x * r
 
 
-class Centered(Norm):
+class Scaled(Norm):
+    """BiasFree_LayerNorm of Restormer: the variance has no mean, the input has."""
+
     def forward(self, x: Tensor) -> Tensor:
-        x = x - x.mean(-1, keepdim=True)
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return x / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + self.eps) * self.weight
+
+
+class Unbiased(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, keepdim=True) + self.eps)
+
+
+class OtherMean(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        s = x.var(-1, keepdim=True, unbiased=False)
+        return (x - x.mean(1 - x.dim(), True)) / torch.sqrt(s + self.eps)
+
+
+class Mixed(Norm):
+    """Squares without a mean, and values with it taken off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(-1, True)) * torch.rsqrt(x.pow(2).mean(-1, True) + self.eps)
+
+
+class Added(Norm):
+    """An RMS norm with a bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, True) + self.eps) * self.weight + self.other
+
+
+class Negated(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        s = x.var(-1, keepdim=True, unbiased=False)
+        return (x.mean(-1, True) - x) / torch.sqrt(s + self.eps)
+
+
+class Dtype(Norm):
+    """The weight gives its dtype alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return y.to(self.weight.dtype)
 
 
 class RowsOfChannels(Norm):
@@ -231,8 +337,9 @@ class Overflowing(Norm):
         return self.weight * (1e6 * x).half() * torch.rsqrt((x * x).mean(-1, True) + self.eps)
 
 
-NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, TwoPlus, Cubes, Twice, OfTwo, Kept,
-        NoGrad, Centered, RowsOfChannels, Sliced, Truncated, Overflowing]  # fmt: skip
+NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, TwoPlus, Cubes, Twice, OfTwo,
+        Kept, NoGrad, Scaled, Unbiased, OtherMean, Mixed, Added, Negated, Dtype, RowsOfChannels,
+        Sliced, Truncated, Overflowing]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", NONE)
@@ -261,7 +368,7 @@ def hooked(norm: Norm) -> None:
 
 
 @pytest.mark.parametrize("edit", [changed_eps, narrowed, replaced, hooked])
-@pytest.mark.parametrize("cls", [Llama, T5, Gemma])
+@pytest.mark.parametrize("cls", [Llama, T5, Gemma, Columns])
 @pytest.mark.filterwarnings("ignore:.*is not what fusedtrain.convert found:UserWarning")
 def test_edits_after_convert_count(cls: type[Norm], edit: Callable[[Norm], None]) -> None:
     stock = nn.Sequential(cls())
@@ -275,7 +382,7 @@ def test_edits_after_convert_count(cls: type[Norm], edit: Callable[[Norm], None]
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("cls", [Llama, Channels, Indexed])
+@pytest.mark.parametrize("cls", [Llama, Channels, Indexed, Sam, Diffusion, Columns])
 @pytest.mark.parametrize(
     "shape", [(WIDTH + 1,), (2, 1), (0, WIDTH), (), (WIDTH,) * 2, (WIDTH,) * 3, (1, WIDTH, 1, 1, 2)]
 )
