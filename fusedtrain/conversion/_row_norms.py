@@ -228,9 +228,10 @@ class _Reader:
                 is_one = type(one) in (int, float) and one == 1
                 return inverse if is_one else self._product(self.value_of(one), inverse)
         if name == "sub":
-            if (self.value_of(one).factors, self.value_of(other).factors) != (("x",), ("u",)):
+            value, mean = self.value_of(one), self.value_of(other)
+            if (value.factors, mean.factors) != (("x",), ("u",)):
                 raise _Unknown
-            return self.value_of(one)._replace(factors=("c",))
+            return _Value(("c",), value.dtypes | mean.dtypes)
         if name == "add":
             one, other = (other, one) if type(one) in (int, float) else (one, other)
             if isinstance(other, fx.Node):
