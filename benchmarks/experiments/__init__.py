@@ -7,8 +7,6 @@ NAMES = (
     "amp_autotune",
     "fp16_resnet",
     "amp_kernels",
-    "data_loading",
-    "conv_autotune",
     "zero_grad",
     "fused_gelu",
     "checkpointing",

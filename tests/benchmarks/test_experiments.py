@@ -20,7 +20,6 @@ from benchmarks.experiments import (
     accumulation,
     amp_autotune,
     checkpointing,
-    conv_autotune,
     conv_bias,
     data_parallel,
     fused_gelu,
@@ -30,7 +29,7 @@ from fusedtrain.advisor.bench.gate import NotTheJob
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = Settings(quick=True)
-FAST = ("conv_autotune", "zero_grad", "fused_gelu", "conv_bias", "retained_graph")
+FAST = ("zero_grad", "fused_gelu", "conv_bias", "retained_graph")
 
 
 class Inline:
@@ -57,8 +56,7 @@ def test_every_experiment_has_a_name() -> None:
 def test_quick(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for module in (amp_autotune, conv_autotune):
-        monkeypatch.setattr(module, "processes", inline)
+    monkeypatch.setattr(amp_autotune, "processes", inline)
     path = tmp_path / "rows.jsonl"
     arguments = [name, "--quick", f"--json={path}", f"--also={tmp_path}"]
     assert command.main(arguments) == 0
