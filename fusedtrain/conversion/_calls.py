@@ -49,6 +49,7 @@ from ._formulas import (
     name_of_other,
     other_call_of,
 )
+from ._group_norms import NORMS
 from ._report import Applied
 from ._row_norms import WORDS as OF_ROW_NORMS
 from ._rules import GAINS_NOTHING, Rules, gains
@@ -84,7 +85,7 @@ class Candidates:
         foreign = (forward.__module__ or "").startswith("torch.")
         if foreign and forward is not nn.Sequential.forward:
             return False
-        if any(isinstance(part, (BatchNormBase, nn.GroupNorm)) for part in module.modules()):
+        if any(isinstance(part, (BatchNormBase, *NORMS)) for part in module.modules()):
             return True
         if forward is nn.Sequential.forward:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from ..nn.sync_norm import SyncBatchNormAct
 from ..ops import group_norm
 from ..ops.activations import pointwise
 from ..ops.batch_norm import activated
-from ..reference.group_norm import Affine
+from ..reference.group_norm import Affine, scaled
 from ..reference.pointwise import Pointwise
 
+INSTANCE_NORMS = {nn.InstanceNorm1d: 3, nn.InstanceNorm2d: 4, nn.InstanceNorm3d: 5}  # ranks
 EPILOGUE = "fusedtrain_epilogue"  # the argument of a rewritten forward that takes an `Epilogue`
 _ABSENT: Any = object()
 _NOTHING = nn.Identity()
@@ -127,12 +129,23 @@ def group_normed(
 ) -> Tensor:  # fmt: skip
     """``act(group_norm(input, ...) * (1 + scale) + shift)`` as one op, where scale and shift have
     one value for each sample and channel, [N, C, 1, ...], else as it is written."""
+
+    def run(affine: Affine, fused: Pointwise) -> Tensor:
+        return group_norm.run(input, num_groups, affine, eps, fused)
+
+    return _normed(run, act, input, weight, bias, scale, shift)
+
+
+def _normed(
+    run: Callable[[Affine, Pointwise], Tensor], act: Act, input: Tensor, weight: Any, bias: Any,
+    scale: Any, shift: Any,
+) -> Tensor:  # fmt: skip
     vectors = [_of_channels(scale, input), _of_channels(shift, input)]
     fits = all(v is not None or t is None for v, t in zip(vectors, (scale, shift)))
     point = _point(*act) if isinstance(act, tuple) else None if act is None else activation_of(act)
     fused = point if fits and point is not None else Pointwise()
     affine = Affine(weight, bias, *(vectors if fits else (None, None)))
-    z = group_norm.run(input, num_groups, affine, eps, fused)
+    z = run(affine, fused)
     if not fits:
         z = z if scale is None else z * (1 + scale)
         z = z if shift is None else z + shift
@@ -151,14 +164,23 @@ def _of_channels(values: Any, input: Tensor) -> Tensor | None:
 
 
 def group_norm_act_of(
-    norm: nn.GroupNorm, act: Act, input: Tensor, *, scale: Any = None, shift: Any = None
+    norm: Any, act: Act, input: Tensor, *, scale: Any = None, shift: Any = None
 ) -> Tensor:
-    """:func:`group_normed` for a module. The guards of the forward have seen that the modules may
-    be passed over."""
+    """:func:`group_normed` for a module, or the same for instance norm. The guards of the forward
+    have seen that the modules may be passed over."""
+
+    def run(affine: Affine, fused: Pointwise) -> Tensor:
+        if isinstance(norm, nn.GroupNorm):
+            return group_norm.run(input, norm.num_groups, affine, norm.eps, fused)
+        batched = input.dim() == INSTANCE_NORMS.get(type(norm))
+        takes = batched and norm.running_mean is None and input.size(1) == norm.num_features
+        stock = functools.partial(type(norm).forward, norm, input)
+        if not takes:
+            return activated(scaled(stock(), affine), fused)
+        return group_norm.run_instances(input, affine, norm.eps, fused, stock)
 
     def compute() -> Tensor:
-        arguments = (norm.num_groups, norm.weight, norm.bias, norm.eps)
-        return group_normed(act, input, *arguments, scale=scale, shift=shift)
+        return _normed(run, act, input, norm.weight, norm.bias, scale, shift)
 
     if OBSERVERS:
         output: Tensor = announced(norm, (input,), compute)

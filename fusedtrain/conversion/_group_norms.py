@@ -1,4 +1,5 @@
-"""Group norms that become one op with what follows them (modulation, activation) or alone.
+"""Group norms and instance norms that become one op with what follows them (modulation,
+activation) or alone.
 
     act(norm(x) * (1 + scale) + shift)
 
@@ -23,12 +24,13 @@ from .._graph.flow import Trace
 from .._graph.modules import package_and_name
 from ..nn.parts import activation_of
 from ._formulas import Match, is_activation, matches_of, module_of
-from ._fused_calls import group_norm_act_of, group_normed
+from ._fused_calls import INSTANCE_NORMS, group_norm_act_of, group_normed
 from ._report import FusedNorm
 from ._rules import Rules, unlike
 from ._sites import named
 from ._units import Change, Copy, Unit
 
+NORMS = (nn.GroupNorm, *INSTANCE_NORMS)
 _TIMM = (("timm", "GroupNorm"), ("timm", "GroupNorm1"))
 _SUMS = (operator.add, torch.add, "add")
 _PRODUCTS = (operator.mul, torch.mul, "mul")
@@ -75,8 +77,8 @@ class GroupNormSite(Unit):
 
 
 def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
-    """All of a model, in the order of its forwards; those that nothing follows only if the model is
-    in channels_last, where torch's are slow."""
+    """All of a model, in the order of its forwards; group norms that nothing follows only if the
+    model is in channels_last, where torch's are slow."""
     parameters = (p for p in rules.flow.model.parameters() if not nn.parameter.is_lazy(p))
     last = any(p.dim() > 3 and suggests_channels_last(p) for p in parameters)
     for trace in rules.traces:
@@ -84,7 +86,7 @@ def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
             yield from filter(None, (_site(rules, trace, node, last) for node in graph.nodes))
     flow = rules.flow
     for module in flow.model.modules():
-        if isinstance(module, nn.GroupNorm) and not flow.calls(module):
+        if isinstance(module, NORMS) and not flow.calls(module):
             for owner in [o for o in flow.untraced(module) if id(o) in flow.failed][:1]:
                 where, why = type(owner).__name__, flow.failed[id(owner)]
                 reason = f"torch.fx cannot trace {where} ({why})"
@@ -93,13 +95,14 @@ def find_group_norms(rules: Rules) -> Iterator[GroupNormSite]:
 
 def _site(rules: Rules, trace: Trace, call: fx.Node, alone: bool) -> GroupNormSite | None:
     norm = trace.callee(call)
-    if isinstance(norm, nn.GroupNorm):
+    if isinstance(norm, NORMS):
         if not _is_known(norm) or len(call.args) != 1 or call.kwargs:
             return None
     elif call.op != "call_function" or call.target is not F.group_norm or not call.args:
         return None
     nodes, modulation = _modulated(rules, trace, [call])
     act, called, match = _activation(rules, trace, nodes[-1])
+    alone = alone or type(norm) in INSTANCE_NORMS
     if act is None and not modulation and not (alone and norm is not None):
         return None
     last = nodes[-1]
@@ -116,7 +119,8 @@ def _site(rules: Rules, trace: Trace, call: fx.Node, alone: bool) -> GroupNormSi
     subjects = [part for part in map(trace.callee, nodes[1:]) if part is not None]
     reasons = [rules.of_part(part, "a module after it") for part in subjects]
     if norm is not None:
-        base = type(norm) if package_and_name(norm) in _TIMM else nn.GroupNorm
+        ours = package_and_name(norm) in _TIMM or type(norm) in INSTANCE_NORMS
+        base = type(norm) if ours else nn.GroupNorm
         reasons += [unlike(norm, base), rules.of_part(norm, "it")]
     return GroupNormSite(
         name=rules.flow.names[id(module)],
@@ -131,9 +135,11 @@ def _site(rules: Rules, trace: Trace, call: fx.Node, alone: bool) -> GroupNormSi
     )
 
 
-def _is_known(norm: nn.GroupNorm) -> bool:
+def _is_known(norm: Any) -> bool:
     """Whether a norm is of torch's class or does what that does, as timm's; another subclass with a
     forward of its own is looked into."""
+    if not isinstance(norm, nn.GroupNorm):
+        return type(norm) in INSTANCE_NORMS and not norm.track_running_stats
     timm = package_and_name(norm) in _TIMM and not getattr(norm, "_fast_norm", True)
     return timm or type(norm).forward is nn.GroupNorm.forward
 

@@ -40,8 +40,11 @@ def eager(input: Tensor, groups: int, affine: Affine, eps: float, activation: Po
 
 
 def modulated(input: Tensor, groups: int, affine: Affine, eps: float) -> Tensor:
-    weight, bias, scale, shift = affine
-    z = F.group_norm(input, groups, weight, bias, eps)
+    return scaled(F.group_norm(input, groups, affine.weight, affine.bias, eps), affine)
+
+
+def scaled(z: Tensor, affine: Affine) -> Tensor:
+    *_, scale, shift = affine
     if scale is not None:
         z = z * (1 + per_sample_and_channel(scale, z))
     return z if shift is None else z + per_sample_and_channel(shift, z)
