@@ -25,6 +25,7 @@ MODULES = {
     "norm": (
         "nn.BatchNorm2d(4)", "nn.BatchNorm2d(4, momentum=None)", "nn.BatchNorm2d(4, affine=False)",
         "nn.BatchNorm2d(4, track_running_stats=False)", "fusedtrain.nn.BatchNormAct2d(4)",
+        "nn.GroupNorm(2, 4)", "nn.InstanceNorm2d(4, affine=True)", "nn.InstanceNorm2d(4)",
     ),
     "mix": (
         "nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())", "nn.MaxPool2d(3, 1, 1)",
@@ -136,7 +137,7 @@ class Network:
             self.new(self.pick(*MIXTURES).format(a=a, b=b))
         else:
             norm = self.module("norm")
-            if "track" not in self.modules[norm]:
+            if "BatchNorm" in self.modules[norm] and "track" not in self.modules[norm]:
                 self.new(f"{a} * self.{norm}.running_var[:, None, None].tanh()")
 
     def residual(self, a: str) -> None:
