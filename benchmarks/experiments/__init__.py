@@ -11,7 +11,6 @@ NAMES = (
     "fused_gelu",
     "checkpointing",
     "conv_bias",
-    "accumulation",
     "large_batch",
     "eight_bit_states",
     "retained_graph",

@@ -17,7 +17,6 @@ from torch import nn
 from benchmarks.experiments import (
     NAMES,
     __main__ as command,
-    accumulation,
     amp_autotune,
     checkpointing,
     conv_bias,
@@ -70,13 +69,6 @@ def test_quick(
     assert all(label in output for label in labels)
 
 
-def _forgets_the_share(
-    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, micro: int
-) -> None:
-    for part, wanted in zip(images.chunk(micro), labels.chunk(micro), strict=True):
-        nn.functional.cross_entropy(model(part), wanted).backward()
-
-
 def _drops_a_scale(model: Any) -> list[str]:
     for module in model:
         if isinstance(module, nn.BatchNorm2d):
@@ -97,13 +89,12 @@ def _drifting(settings: Settings, ways: list[str]) -> Any:
 @pytest.mark.parametrize(
     ("module", "place", "name", "wrong"),
     [
-        (accumulation, accumulation, "accumulate", _forgets_the_share),
         (conv_bias, conv_bias.fusedtrain, "drop_redundant_bias", _drops_a_scale),
         (checkpointing, checkpointing.fusedtrain, "convert", _changes_a_weight),
         (data_parallel, data_parallel, "results_of", _drifting),
         (fused_gelu, fused_gelu.F, "gelu", torch.relu),
     ],
-    ids=["accumulation", "conv_bias", "checkpointing", "data_parallel", "fused_gelu"],
+    ids=["conv_bias", "checkpointing", "data_parallel", "fused_gelu"],
 )
 def test_a_wrong_result_is_noticed(
     module: Any, place: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
