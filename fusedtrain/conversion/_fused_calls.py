@@ -173,7 +173,8 @@ def group_norm_act_of(
         if isinstance(norm, nn.GroupNorm):
             return group_norm.run(input, norm.num_groups, affine, norm.eps, fused)
         batched = input.dim() == INSTANCE_NORMS.get(type(norm))
-        takes = batched and norm.running_mean is None and input.size(1) == norm.num_features
+        tracks = norm.track_running_stats or norm.running_mean is not None
+        takes = batched and not tracks and input.size(1) == norm.num_features
         stock = functools.partial(type(norm).forward, norm, input)
         if not takes:
             return activated(scaled(stock(), affine), fused)
