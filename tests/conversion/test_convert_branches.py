@@ -166,6 +166,11 @@ def test_shapes(shortcut: Any, branch: Any, scale: Any, drops: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_a_number_in_place_of_a_scale() -> None:
+    x, y = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    assert torch.equal(add_branch(x, y, 0.5, None), x + y * 0.5)
+
+
 BRANCHES = {"convnext_atto": 12, "resmlp_12_224": 24, "edgenext_xx_small": 14}
 
 
