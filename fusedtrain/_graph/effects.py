@@ -47,12 +47,13 @@ _HARMLESS = {"builtins", "math", "operator", "_operator"}  # modules of function
 
 
 class Effect(NamedTuple):
-    """Effect of one call. `value`: the places that its value may lie in."""
+    """Effect of one call. `value`: the places that its value may lie in. `known`: not supposed."""
 
     reads: Places
     writes: Places
     value: Places
     draws: bool = False  # random numbers
+    known: bool = True
 
     def disturbs(self, other: Effect) -> bool:
         """Whether the two may not change places."""
@@ -115,17 +116,17 @@ class Effects:
         traces = (self._traces[key] for key in parts if key in self._traces)
         return (trace for trace in traces if trace.is_known)
 
-    def is_overwritten(self, owner: Trace, node: fx.Node) -> bool:
+    def is_overwritten(self, owner: Trace, node: fx.Node, surely: bool = False) -> bool:
         """Whether a call may write over the memory that `node` has allocated, in this forward or in
-        those that its value is returned to."""
+        those that its value is returned to. `surely`: whether one is known that does."""
         effects, place = self.of(owner, node.graph), ("call", node)
-        if any(place in effect.writes for effect in effects.values()):
+        if any(place in e.writes and (e.known or not surely) for e in effects.values()):
             return True
         if not any(n.op == "output" and place in effects[n].value for n in node.graph.nodes):
             return False
-        if self.flow.untraced(owner.module):
+        if self.flow.untraced(owner.module) and not surely:
             return True
-        return any(self.is_overwritten(*call) for call in self.flow.calls(owner.module))
+        return any(self.is_overwritten(*call, surely) for call in self.flow.calls(owner.module))
 
     def is_written_between(self, owner: Trace, first: fx.Node, last: fx.Node) -> bool:
         """Whether a call after one node and before another writes to more than a module's
@@ -183,7 +184,7 @@ class Effects:
             return self._module_effect(module, node, inputs, places, fresh)
         call = _call_of(node)
         if call is None:
-            return Effect(inputs, inputs, inputs | fresh, True)
+            return Effect(inputs, inputs, inputs | fresh, True, False)
         return Effect(inputs, places(call.writes), places(call.shares) | fresh, call.draws)
 
     def _module_effect(
@@ -198,7 +199,7 @@ class Effects:
         summary = self._summary(module)
         if summary is None:
             everything = inputs | registered
-            return Effect(everything, everything, everything | fresh, True)
+            return Effect(everything, everything, everything | fresh, True, False)
 
         def of(which: set[int | str]) -> Places:
             if summary.everything and which:

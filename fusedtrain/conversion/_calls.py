@@ -56,7 +56,7 @@ from ._rules import GAINS_NOTHING, Rules, gains
 from ._units import Change, Copy, Unit
 
 # These keep their output in torch, too: who writes over it meets the same error.
-_KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
+KEEP_OUTPUT = ("relu", "sigmoid", "tanh")
 # Public names that a class may define, if its modules are to be given another class.
 _USUAL = {"extra_repr", "forward", "reset_parameters", "training"}
 _ENCODERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -177,7 +177,7 @@ def _kept(match: Match) -> tuple[fx.Node, ...]:
         return ()
     if POINTWISE[INDEX[match.name]].saves == "input":
         return (match.input,)
-    return () if match.name in _KEEP_OUTPUT else (match.root,)
+    return () if match.name in KEEP_OUTPUT else (match.root,)
 
 
 def find_calls(

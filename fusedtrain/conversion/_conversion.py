@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from .._graph.effects import Effects
-from .._graph.flow import Flow
+from .._graph.flow import Flow, Value
 from .._graph.forward import (
     assign,
     assigned,
@@ -25,16 +25,25 @@ from .._graph.report import Unchanged, title
 from .._torch_private import BatchNormBase
 from ..nn.depthwise import DEPTHWISE
 from ..nn.norm import BatchNormActBase
-from ..nn.parts import ROW_OF
+from ..nn.parts import ROW_OF, activation_of
 from ..nn.saving import SavingActivation
+from ..reference.pointwise import POINTWISE
 from ._attention import attends, find_attention
 from ._branches import find_branches
-from ._calls import Candidates, find_calls, find_modules, left_modules, target_of
+from ._calls import (
+    KEEP_OUTPUT,
+    Candidates,
+    find_calls,
+    find_modules,
+    left_modules,
+    target_of,
+)
 from ._classes import Decision, is_swapped
 from ._gates import find_products
 from ._group_norms import find_group_norms
 from ._in_place import can_overwrite, idle_biases
 from ._norms import Finder
+from ._reordering import OVERWRITTEN_LATER
 from ._report import ConversionReport, Converted, LookedAt
 from ._rewrite import FusionPlan
 from ._row_norms import find_row_norms
@@ -88,6 +97,10 @@ class Conversion:
         twins = {id(entry.module): entry.twin() for entry in self.activations}
         self.rules = Rules(self.flow, excluded, twins, self.undone)
         self.effects = Effects(self.flow, self.rules.fused)
+        for entry in self.activations:
+            if self._is_overwritten(entry.module, twins[id(entry.module)]):
+                entry.reason = OVERWRITTEN_LATER
+        self.activations = [entry for entry in self.activations if not entry.reason]
         finder = Finder(self.rules)
         sites = [self._site(finder, norm) for norm in self.norms]
         # In the order in which they choose their calls.
@@ -168,6 +181,22 @@ class Conversion:
         except BaseException:
             self.uninstall()
             raise
+
+    def _is_overwritten(self, module: nn.Module, twin: nn.Module) -> bool:
+        """Whether somebody writes over the output of an activation that torch's does not keep."""
+        point = activation_of(twin)
+        if point is None or not point.saves_output or getattr(module, "inplace", False):
+            return False
+        if POINTWISE[point.op].name in KEEP_OUTPUT:
+            return False
+        return any(self.effects.is_overwritten(*value, True) for value in self._values(module))
+
+    def _values(self, module: nn.Module) -> Iterator[Value]:
+        """Calls of a module, or of a Sequential that ends with it and has no trace."""
+        yield from self.flow.calls(module)
+        for owner in self.flow.untraced(module):
+            if type(owner) is nn.Sequential and owner[-1] is module:
+                yield from self._values(owner)
 
     def _site(self, finder: Finder, norm: nn.Module) -> Site | None:
         site = finder.find(norm)

@@ -234,3 +234,29 @@ def test_star_relu_with_hooked_child_is_left() -> None:
     assert report.converted == []
     act(torch.randn(3))
     assert calls == [1]
+
+
+class Adds(nn.Module):
+    """Writes over the output of its last part."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.parts(x)
+        y += x
+        return y
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("act", [nn.LeakyReLU(0.1), nn.ReLU6(), nn.Softplus()], ids=str)
+def test_an_output_that_is_written_over(act: nn.Module, nested: bool) -> None:
+    """Torch keeps the input of these, ours the output."""
+    parts = (nn.Linear(4, 4), nn.Sequential(act) if nested else act)
+    model, x = Adds(*parts), torch.randn(2, 4)
+    report = fusedtrain.convert(model)
+    (left,) = report.left
+    assert left.reason == "what backward would need is overwritten later"
+    model(x).sum().backward()
+    assert fusedtrain.convert(nn.Sequential(*parts)).converted
