@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypedDict
 
@@ -93,9 +94,9 @@ def check_options(options: Mapping[str, Any]) -> None:
         value = options[name]
         if value is None and name != "agc_eps":
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {value!r}")
-        if not in_range(value):
+        if not in_range(float(value)):
             raise ValueError(f"Invalid {name} value: {value}; it must be {words}")
     if options["max_grad_norm"] is not None and options["agc"] is not None:
         raise ValueError("max_grad_norm and agc cannot be used together")
