@@ -72,7 +72,7 @@ class Store:
         self.known: dict[int, Tensor] = {}
 
     def view(self, which: int, column: int) -> Tensor:
-        """A number of a parameter; a new view of it if others have replaced the view's ``.data``."""
+        """A number of a parameter: a new view if others have replaced the view's ``.data``."""
         view, number = self.views[which][column], self.scalars[which, column]
         if view.data_ptr() != number.data_ptr():
             self.views[which][column] = view = number
