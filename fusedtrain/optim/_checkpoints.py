@@ -123,15 +123,18 @@ class Checkpoints(Releases, Perturbs):
             }
 
     def _float32_masters(self) -> dict[int, Tensor]:
-        """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
+        """Copies of the float32 weights, by the ids of the model's 16-bit parameters; within
+        `swap_averages` of their averages."""
         self._follow_parameters()
         masters: dict[int, Tensor] = {}
         for p in self._all_params():
             low, master = self._low_precision.get(id(p)), self.state.get(p, {}).get(MASTER)
             if low is not None:
                 masters[id(low)] = p.detach().clone()
+            elif id(p) in self._swapped:
+                masters[id(p)] = self.state[p]["ema"].clone()
             elif is_correction(master):
-                masters[id(p)] = joined(self._swapped.get(id(p), p), master)
+                masters[id(p)] = joined(p, master)
             elif master is not None:
                 masters[id(p)] = master.clone()
         return masters
