@@ -341,6 +341,20 @@ def test_expanded_gradient_cannot_be_written(mode: str) -> None:
     assert torch.equal(p, torch.zeros(3))
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "gradient_writeback": "zero"}])
+def test_gradients_that_are_zero_and_have_no_memory(options: Any) -> None:
+    runs = []
+    for optimizer in (torch.optim.AdamW, optim.AdamW):
+        p = nn.Parameter(torch.tensor([1.0, -2.0]))
+        for _ in range(2):
+            p.grad = None
+            torch.sgn(p).sum().backward()
+            assert p.grad._is_zerotensor()
+            optimizer([p], **options if optimizer is optim.AdamW else {}).step()
+        runs.append(p)
+    assert torch.equal(*runs)
+
+
 def test_negated_gradients() -> None:
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.view_as_complex(torch.ones(3, 2)).conj().imag
