@@ -106,10 +106,20 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: for a closure, and for a second step before `update`.
         """
-        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+        if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
-        if "closure" in kwargs or state["stage"] is not OptState.READY:
+        if "closure" in kwargs or state["stage"] is OptState.STEPPED:
+            return super().step(optimizer, *args, **kwargs)  # raises
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if scales and not isinstance(optimizer, torch.optim.Optimizer):
+            # A wrapper that hands on what it lacks. The scale would stay with it.
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            state["stage"] = OptState.STEPPED
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        is_ready = state["stage"] is OptState.READY
+        if not isinstance(optimizer, FusedOptimizer) or not scales or not is_ready:
             return super().step(optimizer, *args, **kwargs)
         if any(arg is not None for arg in args):  # Accelerate passes `None`
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")

@@ -43,9 +43,6 @@ _CAUTIOUS = attrgetter("cautious")
 class FusedOptimizer(Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
 
-    # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
-    _step_supports_amp_scaling = True
-
     # The 16-bit parameter of each master in `param_groups`, by the id of the master, which the step
     # writes too. Scripts may write to such masters.
     _low_precision = MappingProxyType({})
@@ -55,6 +52,16 @@ class FusedOptimizer(Checkpoints):
     _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch's GradScaler leaves unscaling and skipping to the optimizer. It sets the
+        scale on what it is given: if that is a wrapper, the scale would stay there."""
+        return self._itself is self
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch's constructors set it for ``fused=True``."""
 
     # --- the step ---
 
@@ -272,6 +279,7 @@ class FusedOptimizer(Checkpoints):
 
     def _forget(self) -> None:
         """Drops the plans, after their options or states were replaced."""
+        super()._forget()
         self._plans: dict[tuple[int, ...], tuple[Any, list[UpdatePlan]]] = {}
         self._stores: dict[torch.device, Store] = {}
         self._last = []

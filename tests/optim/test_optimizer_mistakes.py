@@ -78,7 +78,7 @@ def test_unknown_keywords(name: str, keyword: str, words: str) -> None:
 
 
 def test_numbers_of_numpy() -> None:
-    """Of a grid of settings, say; numpy.float32 is no float."""
+    """A grid of settings may have numpy.float32, which is no float."""
     p = parameter()
     optimizer = optim.SGD([p], lr=1.0, max_grad_norm=numpy.float32(0.5))
     optimizer.ema_decay = numpy.float32(0.5)
