@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -121,6 +121,8 @@ class FusedOptimizer(Checkpoints):
             plan.note_versions()
             if writeback != "none":
                 increment_version([g for g in plan_grads if not g.is_inference()])
+                if not all(map(is_, map(_GRAD, plan.params), plan_grads)):
+                    _distributed.give_back(plan.params, plan_grads)
 
     def _step_options(self, measures: int, writeback: str, trial: bool) -> StepOptions:
         options = self._fused_options

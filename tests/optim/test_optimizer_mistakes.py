@@ -361,6 +361,11 @@ def test_negated_gradients() -> None:
     assert p.grad.is_neg()
     optim.SGD([p], lr=1.0).step()
     assert torch.equal(p, torch.ones(3))
+    optim.SGD([p], lr=1.0, max_grad_norm=0.5, gradient_writeback="unscaled").step()
+    assert torch.allclose(p.grad, torch.tensor(-0.5 / 3**0.5))
+    optim.SGD([p], lr=1.0, gradient_writeback="zero").step()
+    assert (p.grad == 0).all()
+    p.grad = torch.view_as_complex(torch.ones(3, 2)).conj().imag
     fusedtrain.zero_grad([p], set_to_none=False)
     assert (p.grad == 0).all()
 
