@@ -219,6 +219,8 @@ class UpdatePlan:
             *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
         ]  # fmt: skip
         self.places = _places(self.written)
+        kept = dict(zip(map(id, reversed(self.owners)), reversed(self.tensors)))
+        self.firsts = list(kept.values())  # the first state of each parameter
         self.pointers = self._pointers()
         self.all_dicts: list[int] | None = None  # ids; not looked at yet
 
@@ -239,7 +241,7 @@ class UpdatePlan:
         """Whether states and parameters are still the plan's tensors, at the same addresses."""
         if not all(map(is_, map(dict.get, self.owners, self.names), self.tensors)):
             return False
-        if self._pointers() != self.pointers:  # offloading may replace the ``.data`` of states
+        if self._pointers() != self.pointers:  # offloading may replace the ``.data`` of all states
             return False
         written = self.written
         if self.distributed:
@@ -247,8 +249,8 @@ class UpdatePlan:
         return _places(written) == self.places
 
     def _pointers(self) -> list[int]:
-        tensors = map(local, self.tensors) if self.distributed else self.tensors
-        return list(map(Tensor.data_ptr, tensors))
+        firsts = map(local, self.firsts) if self.distributed else self.firsts
+        return list(map(Tensor.data_ptr, firsts))
 
     def follow_parameters(self) -> None:
         """Copies to masters what others have written to parameters, where the step does not."""
