@@ -132,7 +132,8 @@ class GradScaler(torch.amp.GradScaler):
         try:
             result = optimizer.step(**kwargs)
         finally:
-            del optimizer.grad_scale, optimizer._checks_gradients  # type: ignore[attr-defined]
+            del optimizer._checks_gradients  # type: ignore[attr-defined]
+            vars(optimizer).pop("grad_scale", None)  # unless the step has failed
         self._clipping.look(optimizer, scale)
         state["found_inf_per_device"] = optimizer._found_inf()
         state["stage"] = OptState.STEPPED

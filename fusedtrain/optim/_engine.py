@@ -76,13 +76,20 @@ class FusedOptimizer(Checkpoints):
             RuntimeError: for sparse gradients and complex parameters. Nothing is modified.
         """
         loss = None
-        if self._release is not None:
-            self._release.check_step(closure)
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self._step()
+        try:
+            if self._release is not None:
+                self._release.check_step(closure)
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                self._step()
+        except BaseException:
+            # torch's GradScaler would leave its scale, and the next step would see the product.
+            if "grad_scale" in vars(self):
+                del self.grad_scale
+                vars(self).pop("found_inf", None)
+            raise
         return loss
 
     def _step(self) -> None:
