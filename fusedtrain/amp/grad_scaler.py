@@ -119,6 +119,15 @@ class GradScaler(torch.amp.GradScaler):
             state["stage"] = OptState.STEPPED
             return self._maybe_opt_step(optimizer, state, *args, **kwargs)
         is_ready = state["stage"] is OptState.READY
+        if isinstance(optimizer, FusedOptimizer) and not scales and optimizer._itself is optimizer:
+            # Hooks are to see unscaled gradients, and reports what the step saw.
+            if is_ready:
+                self.unscale_(optimizer)
+            optimizer._shown_unscaled = optimizer._checks_gradients = True  # type: ignore[attr-defined]
+            try:
+                return super().step(optimizer, *args, **kwargs)
+            finally:
+                del optimizer._shown_unscaled, optimizer._checks_gradients  # type: ignore[attr-defined]
         if not isinstance(optimizer, FusedOptimizer) or not scales or not is_ready:
             return super().step(optimizer, *args, **kwargs)
         if any(arg is not None for arg in args):  # Accelerate passes `None`

@@ -7,6 +7,7 @@ nothing back from the device.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import compress
 from operator import attrgetter, is_
@@ -19,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from .. import ops as ops  # defines and loads the ops
 from .._capture import refuse_capture
-from .._torch_private import disable_dynamo
+from .._torch_private import disable_dynamo, global_step_pre_hooks
 from ..reference.optimizers import (
     CONTROLS,
     MEASURE_FINITE,
@@ -47,6 +48,7 @@ class FusedOptimizer(Checkpoints):
     # writes too. Scripts may write to such masters.
     _low_precision = MappingProxyType({})
     grad_scale: Tensor  # only during a step of a GradScaler
+    _shown_unscaled = False  # True during a step of our GradScaler that has unscaled before
 
     # Each optimizer may define, besides what `Options` lists:
     _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
@@ -57,11 +59,20 @@ class FusedOptimizer(Checkpoints):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch's GradScaler leaves unscaling and skipping to the optimizer. It sets the
         scale on what it is given: if that is a wrapper, the scale would stay there."""
-        return self._itself is self
+        return self._itself is self and (self._shown_unscaled or not self._is_watched())
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """torch's constructors set it for ``fused=True``."""
+
+    def _is_watched(self) -> bool:
+        """Whether others see the gradients between a GradScaler and the step: hooks before it, or
+        the step of a subclass. torch's plain optimizers show unscaled ones, as detectron2 needs for
+        its clipping."""
+        if self._optimizer_step_pre_hooks or global_step_pre_hooks:
+            return True
+        package = inspect.unwrap(type(self).step).__module__.partition(".")[0]
+        return package != __name__.partition(".")[0]
 
     # --- the step ---
 

@@ -64,7 +64,7 @@ def _on_a_rank(rank: int) -> dict[str, Any]:
 
 
 def _written_gradients(mesh: Any) -> list[Tensor]:
-    """What steps leave in gradients with other placements than their parameter's."""
+    """Gradients with other placements than their parameter's, after steps that write them."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
     left = []

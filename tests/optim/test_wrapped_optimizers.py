@@ -1,4 +1,4 @@
-"""Wrappers of an optimizer: what is called on them, and what a GradScaler sets on them."""
+"""Wrappers, hooks and subclasses of an optimizer, between a GradScaler and the step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fusedtrain
 from helpers.optimizer_steps import assert_close, give_gradients, parameters
@@ -67,6 +68,58 @@ def test_a_scaler_that_steps_a_wrapper(wrapper: Any, kind: Any, unscale: bool) -
                 scaler.step(optimizer)
             scaler.update()
         assert scaler.get_scale() == 4.0
+        runs.append(params)
+    assert_close(*runs)
+
+
+def clips(optimizer: Any) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    torch.nn.utils.clip_grad_norm_(params, 0.1)
+
+
+def with_a_step_that_clips(optimizer: Any) -> None:
+    """As detectron2 gives an optimizer the class of one that clips."""
+
+    def clipped_step(self: Any, closure: Any = None) -> Any:
+        clips(self)
+        return super(type(self), self).step(closure)
+
+    optimizer.__class__ = type("Clips", (type(optimizer),), {"step": clipped_step})
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.GradScaler])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+@pytest.mark.parametrize("how", ["hook", "hook of all", "subclass"])
+def test_who_runs_before_the_step_sees_unscaled_gradients(
+    how: str, kind: Any, unscale: bool
+) -> None:
+    """As with torch's plain optimizers; clipping had been of scaled gradients."""
+    runs = []
+    for sgd in (torch.optim.SGD, fusedtrain.optim.SGD):
+        params = parameters()
+        optimizer: Any = sgd(params, lr=0.1, momentum=0.9)
+        hooks = []
+        if how == "subclass":
+            with_a_step_that_clips(optimizer)
+        elif how == "hook":
+            optimizer.register_step_pre_hook(lambda o, *_: clips(o))
+        else:
+            hooks = [register_optimizer_step_pre_hook(lambda o, *_: clips(o))]
+        scaler = kind("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        for seed in range(4):
+            give_gradients(params, seed, scaler.get_scale())
+            if seed == 2:
+                params[0].grad.view(-1)[0] = float("inf")
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        for hook in hooks:
+            hook.remove()
+        if sgd is fusedtrain.optim.SGD and kind is fusedtrain.amp.GradScaler:
+            assert (int(optimizer.skipped_steps), int(optimizer.applied_steps)) == (1, 3)
+            assert float(optimizer.grad_norm) == pytest.approx(0.1, rel=1e-5)
         runs.append(params)
     assert_close(*runs)
 
