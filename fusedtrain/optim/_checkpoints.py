@@ -25,6 +25,7 @@ from ._codes import (
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, MASTER, is_correction, joined
+from ._options import of_itself
 from ._perturb import Perturbs
 from ._plan import Needs, has_values
 from ._release import Releases
@@ -122,6 +123,7 @@ class Checkpoints(Releases, Perturbs):
                 if p_state.get(name) is None
             }
 
+    @of_itself
     def _float32_masters(self) -> dict[int, Tensor]:
         """Copies of the float32 weights, by the ids of the model's 16-bit parameters; within
         `swap_averages` of their averages."""

@@ -7,7 +7,6 @@ nothing back from the device.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from itertools import compress
 from operator import attrgetter, is_
@@ -41,6 +40,20 @@ _GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
 
 
+# Packages whose functions around a step read no gradients: of profilers, schedulers, counters.
+_READ_NONE = (__name__.partition(".")[0], "torch", "accelerate")
+
+
+def _is_of_others(function: Any) -> bool:
+    """Whether a function, or one that it wraps, is of none of these packages."""
+    while function is not None:
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if module.partition(".")[0] not in _READ_NONE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
 class FusedOptimizer(Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
 
@@ -67,12 +80,11 @@ class FusedOptimizer(Checkpoints):
 
     def _is_watched(self) -> bool:
         """Whether others see the gradients between a GradScaler and the step: hooks before it, or
-        the step of a subclass. torch's plain optimizers show unscaled ones, as detectron2 needs for
-        its clipping."""
+        another step, of a subclass or set on the optimizer. torch's plain optimizers show unscaled
+        ones, as detectron2 needs for its clipping."""
         if self._optimizer_step_pre_hooks or global_step_pre_hooks:
             return True
-        package = inspect.unwrap(type(self).step).__module__.partition(".")[0]
-        return package != __name__.partition(".")[0]
+        return any(map(_is_of_others, (type(self).step, vars(self).get("step"))))
 
     # --- the step ---
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import fusedtrain
-from helpers.optimizer_steps import assert_close, give_gradients, parameters
+from helpers.optimizer_steps import ALL, assert_close, give_gradients, parameters
 from helpers.optimizers import make
 
 
@@ -89,7 +90,7 @@ def with_a_step_that_clips(optimizer: Any) -> None:
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.GradScaler])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
-@pytest.mark.parametrize("how", ["hook", "hook of all", "subclass"])
+@pytest.mark.parametrize("how", ["hook", "hook of all", "subclass", "set"])
 def test_who_runs_before_the_step_sees_unscaled_gradients(
     how: str, kind: Any, unscale: bool
 ) -> None:
@@ -103,6 +104,12 @@ def test_who_runs_before_the_step_sees_unscaled_gradients(
             with_a_step_that_clips(optimizer)
         elif how == "hook":
             optimizer.register_step_pre_hook(lambda o, *_: clips(o))
+        elif how == "set":
+            plain = optimizer.step
+            clipped = functools.wraps(plain)(
+                lambda o=optimizer, plain=plain: (clips(o), plain())[1]
+            )
+            optimizer.step = clipped
         else:
             hooks = [register_optimizer_step_pre_hook(lambda o, *_: clips(o))]
         scaler = kind("cpu", init_scale=8.0)
@@ -122,6 +129,14 @@ def test_who_runs_before_the_step_sees_unscaled_gradients(
             assert float(optimizer.grad_norm) == pytest.approx(0.1, rel=1e-5)
         runs.append(params)
     assert_close(*runs)
+
+
+@ALL
+def test_nobody_watches_an_optimizer_with_a_scheduler(name: str) -> None:
+    """Or every step under a scaler would take one more pass."""
+    optimizer: Any = make(name, parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert optimizer._step_supports_amp_scaling
 
 
 def test_methods_of_a_wrapper_are_the_optimizers() -> None:
