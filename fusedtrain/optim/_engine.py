@@ -40,7 +40,7 @@ _GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
 
 
-# Packages whose functions around a step read no gradients: of profilers, schedulers, counters.
+# Packages whose hooks and functions around a step read no gradients: schedulers and the like.
 _READ_NONE = (__name__.partition(".")[0], "torch", "accelerate")
 
 
@@ -82,9 +82,8 @@ class FusedOptimizer(Checkpoints):
         """Whether others see the gradients between a GradScaler and the step: hooks before it, or
         another step, of a subclass or set on the optimizer. torch's plain optimizers show unscaled
         ones, as detectron2 needs for its clipping."""
-        if self._optimizer_step_pre_hooks or global_step_pre_hooks:
-            return True
-        return any(map(_is_of_others, (type(self).step, vars(self).get("step"))))
+        hooks = [*self._optimizer_step_pre_hooks.values(), *global_step_pre_hooks.values()]
+        return any(map(_is_of_others, (type(self).step, vars(self).get("step"), *hooks)))
 
     # --- the step ---
 
