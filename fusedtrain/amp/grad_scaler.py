@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._capture import refuse_capture
+from .._torch_private import disable_dynamo
 from ..optim import FusedOptimizer
 from ..optim._release_checks import check_loss
 from .scaled_clipping import ScaledClipping
@@ -96,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
             check_loss(outputs)
         return super().scale(outputs)
 
+    @disable_dynamo  # as the optimizer's step
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer, unless its gradients hold infs or NaNs.
 

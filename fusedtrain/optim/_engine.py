@@ -78,6 +78,7 @@ class FusedOptimizer(Checkpoints):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """torch's constructors set it for ``fused=True``."""
 
+    @disable_dynamo
     def _is_watched(self) -> bool:
         """Whether others see the gradients between a GradScaler and the step: hooks before it, or
         another step, of a subclass or set on the optimizer. torch's plain optimizers show unscaled
