@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import fuser_method_mappings
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
+from torch.optim import optimizer
 
 # Flattens and rebuilds nested arguments.
 pytree = torch.utils._pytree
@@ -32,6 +33,9 @@ pytree = torch.utils._pytree
 # imports torch._dynamo at once.
 disable_dynamo = torch._compile._disable_dynamo
 
+
+# Hooks before the step of every optimizer.
+global_step_pre_hooks = optimizer._global_optimizer_pre_hooks
 
 # A reshaped tensor that is no view for autograd: a Function may return it, and whoever gets it may
 # modify it in place.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from .._capture import refuse_capture
+from .._torch_private import disable_dynamo
 from ..optim import FusedOptimizer
 from ..optim._release_checks import check_loss
 from .scaled_clipping import ScaledClipping
@@ -96,6 +97,7 @@ class GradScaler(torch.amp.GradScaler):
             check_loss(outputs)
         return super().scale(outputs)
 
+    @disable_dynamo  # as the optimizer's step
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer, unless its gradients hold infs or NaNs.
 
@@ -106,10 +108,29 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: for a closure, and for a second step before `update`.
         """
-        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+        if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
-        if "closure" in kwargs or state["stage"] is not OptState.READY:
+        if "closure" in kwargs or state["stage"] is OptState.STEPPED:
+            return super().step(optimizer, *args, **kwargs)  # raises
+        scales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if scales and not isinstance(optimizer, torch.optim.Optimizer):
+            # A wrapper that hands on what it lacks. The scale would stay with it.
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            state["stage"] = OptState.STEPPED
+            return self._maybe_opt_step(optimizer, state, *args, **kwargs)
+        is_ready = state["stage"] is OptState.READY
+        if isinstance(optimizer, FusedOptimizer) and not scales and optimizer._itself is optimizer:
+            # Hooks are to see unscaled gradients, and reports what the step saw.
+            if is_ready:
+                self.unscale_(optimizer)
+            optimizer._shown_unscaled = optimizer._checks_gradients = True  # type: ignore[attr-defined]
+            try:
+                return super().step(optimizer, *args, **kwargs)
+            finally:
+                del optimizer._shown_unscaled, optimizer._checks_gradients  # type: ignore[attr-defined]
+        if not isinstance(optimizer, FusedOptimizer) or not scales or not is_ready:
             return super().step(optimizer, *args, **kwargs)
         if any(arg is not None for arg in args):  # Accelerate passes `None`
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -122,7 +143,8 @@ class GradScaler(torch.amp.GradScaler):
         try:
             result = optimizer.step(**kwargs)
         finally:
-            del optimizer.grad_scale, optimizer._checks_gradients  # type: ignore[attr-defined]
+            del optimizer._checks_gradients  # type: ignore[attr-defined]
+            vars(optimizer).pop("grad_scale", None)  # unless the step has failed
         self._clipping.look(optimizer, scale)
         state["found_inf_per_device"] = optimizer._found_inf()
         state["stage"] = OptState.STEPPED

@@ -159,6 +159,15 @@ class CallbackMixin:
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         self._swapped.close()
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint within validation holds the weights, too, or resumed runs had averages."""
+        weights: dict[int, torch.Tensor] = {}
+        for optimizer in _averaging(trainer):
+            weights.update(optimizer._swapped)
+        for name, p in pl_module.named_parameters(remove_duplicate=False):
+            if id(p) in weights and name in checkpoint["state_dict"]:
+                checkpoint["state_dict"][name] = weights[id(p)]
+
     # --- what is logged ---
 
     def on_train_batch_start(

@@ -33,7 +33,9 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped, for gradients that were not finite; waits for it."""
-        return self.scaler is not None and bool(self.optimizer.last_step_skipped)
+        if self.scaler is None:
+            return False
+        return super().step_was_skipped or bool(self.optimizer.last_step_skipped)
 
 
 def use_fused_scaler(accelerator: Any, scaler: torch.amp.GradScaler | None = None) -> None:

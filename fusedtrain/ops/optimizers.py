@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..reference import optimizers, scaling
-from ._library import define
+from ._library import define, library
 
 
 def _fake_sums(rule: int, params: list[Tensor], *rest: Any) -> Tensor:
@@ -37,6 +37,21 @@ _define(
     {"sums": "Tensor | None", "trial_sums": "Tensor | None"},
     ("params", "grads", "states", "masters", "averages", "scalars", "control"),
 )
+
+
+def _materialise(name: str) -> None:
+    """Copies gradients that are known to be 0 and have no memory, as torch.sgn gives them."""
+
+    def run(rule: int, params: list[Tensor], grads: list[Tensor], *rest: Any) -> Tensor:
+        grads = [grad.clone() if grad._is_zerotensor() else grad for grad in grads]
+        sums: Tensor = getattr(torch.ops.fusedtrain, name)(rule, params, grads, *rest)
+        return sums
+
+    library.impl(name, run, "ZeroTensor")
+
+
+for _name in ("measure_gradients", "try_update", "optimizer_step"):
+    _materialise(_name)
 _TRACKERS = ("growth_tracker", "hysteresis_tracker")
 define("update_scale", scaling.update_scale, lambda *_: None, ("scale", *_TRACKERS))
 define("zero_tensors", scaling.zero_tensors, lambda *_: None, ("tensors",))

@@ -25,8 +25,9 @@ from ._codes import (
 from ._distributed import check_state
 from ._makers import foreign_maker, states_of
 from ._masters import CORRECTION, MASTER, is_correction, joined
+from ._options import of_itself
 from ._perturb import Perturbs
-from ._plan import Needs
+from ._plan import Needs, has_values
 from ._release import Releases
 
 _STREAM = "rounding_stream"  # key of the seed with which stochastic rounding goes on
@@ -87,7 +88,7 @@ class Checkpoints(Releases, Perturbs):
                         kept[CORRECTION] = kept.pop(MASTER)
                     else:
                         kept[MASTER] = joined(self._swapped.get(id(p), p), kept[MASTER])
-                if isinstance(kept.get("step"), Tensor) and not kept["step"].is_meta:
+                if isinstance(kept.get("step"), Tensor) and has_values(kept["step"]):
                     kept["step"] = _saved_step(kept["step"], group)
                     counts.append(kept["step"])
                 state[number] = kept
@@ -122,16 +123,20 @@ class Checkpoints(Releases, Perturbs):
                 if p_state.get(name) is None
             }
 
+    @of_itself
     def _float32_masters(self) -> dict[int, Tensor]:
-        """Copies of the float32 weights, by the ids of the model's 16-bit parameters."""
+        """Copies of the float32 weights, by the ids of the model's 16-bit parameters; within
+        `swap_averages` of their averages."""
         self._follow_parameters()
         masters: dict[int, Tensor] = {}
         for p in self._all_params():
             low, master = self._low_precision.get(id(p)), self.state.get(p, {}).get(MASTER)
             if low is not None:
                 masters[id(low)] = p.detach().clone()
+            elif id(p) in self._swapped:
+                masters[id(p)] = self.state[p]["ema"].clone()
             elif is_correction(master):
-                masters[id(p)] = joined(self._swapped.get(id(p), p), master)
+                masters[id(p)] = joined(p, master)
             elif master is not None:
                 masters[id(p)] = master.clone()
         return masters
@@ -142,7 +147,7 @@ class Checkpoints(Releases, Perturbs):
             return set()
         unborn: set[int] = set()
         for store in self._stores.values():
-            if not store.scalars.is_meta:
+            if has_values(store.scalars):
                 steps = store.scalars[0].tolist()
                 unborn |= {id(p) for p in store.params if steps[store.columns[id(p)]] == 0}
         return unborn
@@ -323,7 +328,7 @@ def _lacks_average(p_state: Any) -> bool:
         return False
     if "step" in p_state:  # Adagrad has states before its first step
         step = torch.as_tensor(p_state["step"])
-        return bool(step.is_meta or step > 0)
+        return not has_values(step) or bool(step > 0)
     return any(isinstance(value, Tensor) for value in p_state.values())
 
 

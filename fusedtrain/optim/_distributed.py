@@ -93,6 +93,22 @@ def local_grad(grad: Any, param: Any) -> Tensor:
     return local(grad)
 
 
+def give_back(params: Sequence[Any], grads: Sequence[Tensor]) -> None:
+    """Copies what a step has written to copies of gradients, which it made of those with other
+    placements than their parameters' (Partial, say) and of negated ones."""
+    for p, grad in zip(params, grads, strict=True):
+        if local(p.grad) is grad:
+            continue
+        if is_distributed(p):
+            from torch.distributed.tensor import DTensor
+
+            grad = DTensor.from_local(
+                grad, p.device_mesh, p.placements,
+                run_check=False, shape=p.shape, stride=p.stride(),
+            )  # fmt: skip
+        p.grad.copy_(grad)
+
+
 def sum_over_ranks(sums: Tensor, params: Sequence[Any]) -> None:
     """Adds the rows of sharded parameters over the ranks that hold their parts.
 

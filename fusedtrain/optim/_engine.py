@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import compress
-from operator import attrgetter
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 
 from .. import ops as ops  # defines and loads the ops
 from .._capture import refuse_capture
-from .._torch_private import disable_dynamo
+from .._torch_private import disable_dynamo, global_step_pre_hooks
 from ..reference.optimizers import (
     CONTROLS,
     MEASURE_FINITE,
@@ -40,21 +40,51 @@ _GRAD, _LAYOUT = attrgetter("grad"), attrgetter("layout")
 _CAUTIOUS = attrgetter("cautious")
 
 
+# Packages whose hooks and functions around a step read no gradients: schedulers and the like.
+_READ_NONE = (__name__.partition(".")[0], "torch", "accelerate")
+
+
+def _is_of_others(function: Any) -> bool:
+    """Whether a function, or one that it wraps, is of none of these packages."""
+    while function is not None:
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        if module.partition(".")[0] not in _READ_NONE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
 class FusedOptimizer(Checkpoints):
     """Base of the optimizers: the step in two sweeps over memory, for all groups in one call."""
-
-    # torch's GradScaler leaves unscaling and skipping to an optimizer with this flag.
-    _step_supports_amp_scaling = True
 
     # The 16-bit parameter of each master in `param_groups`, by the id of the master, which the step
     # writes too. Scripts may write to such masters.
     _low_precision = MappingProxyType({})
     grad_scale: Tensor  # only during a step of a GradScaler
+    _shown_unscaled = False  # True during a step of our GradScaler that has unscaled before
 
     # Each optimizer may define, besides what `Options` lists:
     _norms: ClassVar[int] = 0  # the norms of each tensor that the rule needs
     _tries: ClassVar[bool] = False  # whether the rule needs a trial of the update
     _norm_eps: ClassVar[float] = 1e-6  # as in clip_grad_norm_
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch's GradScaler leaves unscaling and skipping to the optimizer. It sets the
+        scale on what it is given: if that is a wrapper, the scale would stay there."""
+        return self._itself is self and (self._shown_unscaled or not self._is_watched())
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch's constructors set it for ``fused=True``."""
+
+    @disable_dynamo
+    def _is_watched(self) -> bool:
+        """Whether others see the gradients between a GradScaler and the step: hooks before it, or
+        another step, of a subclass or set on the optimizer. torch's plain optimizers show unscaled
+        ones, as detectron2 needs for its clipping."""
+        hooks = [*self._optimizer_step_pre_hooks.values(), *global_step_pre_hooks.values()]
+        return any(map(_is_of_others, (type(self).step, vars(self).get("step"), *hooks)))
 
     # --- the step ---
 
@@ -69,13 +99,20 @@ class FusedOptimizer(Checkpoints):
             RuntimeError: for sparse gradients and complex parameters. Nothing is modified.
         """
         loss = None
-        if self._release is not None:
-            self._release.check_step(closure)
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            self._step()
+        try:
+            if self._release is not None:
+                self._release.check_step(closure)
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                self._step()
+        except BaseException:
+            # torch's GradScaler would leave its scale, and the next step would see the product.
+            if "grad_scale" in vars(self):
+                del self.grad_scale
+                vars(self).pop("found_inf", None)
+            raise
         return loss
 
     def _step(self) -> None:
@@ -114,6 +151,8 @@ class FusedOptimizer(Checkpoints):
             plan.note_versions()
             if writeback != "none":
                 increment_version([g for g in plan_grads if not g.is_inference()])
+                if not all(map(is_, map(_GRAD, plan.params), plan_grads)):
+                    _distributed.give_back(plan.params, plan_grads)
 
     def _step_options(self, measures: int, writeback: str, trial: bool) -> StepOptions:
         options = self._fused_options
@@ -272,6 +311,7 @@ class FusedOptimizer(Checkpoints):
 
     def _forget(self) -> None:
         """Drops the plans, after their options or states were replaced."""
+        super()._forget()
         self._plans: dict[tuple[int, ...], tuple[Any, list[UpdatePlan]]] = {}
         self._stores: dict[torch.device, Store] = {}
         self._last = []

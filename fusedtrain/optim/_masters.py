@@ -153,7 +153,8 @@ def float32_state_dict(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]
 
     Returns:
         Every float16 or bfloat16 tensor is float32: a parameter is its master weight, if the
-        optimizer has one; other tensors are converted. All else is as in ``model.state_dict()``.
+        optimizer has one (within `swap_averages` its average); other tensors are converted. All
+        else is as in ``model.state_dict()``.
 
     Raises:
         TypeError: the optimizer is not one of fusedtrain.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping
+from numbers import Real
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -93,9 +96,9 @@ def check_options(options: Mapping[str, Any]) -> None:
         value = options[name]
         if value is None and name != "agc_eps":
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {value!r}")
-        if not in_range(value):
+        if not in_range(float(value)):
             raise ValueError(f"Invalid {name} value: {value}; it must be {words}")
     if options["max_grad_norm"] is not None and options["agc"] is not None:
         raise ValueError("max_grad_norm and agc cannot be used together")
@@ -124,7 +127,22 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 def _option(name: str, doc: str) -> Any:
     """A property that reads and sets an option of the optimizer."""
-    return property(lambda o: o._fused_options[name], lambda o, new: o._change(name, new), doc=doc)
+    return property(
+        lambda o: o._fused_options[name], lambda o, new: o._itself._change(name, new), doc=doc
+    )
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def of_itself(method: _Method) -> _Method:
+    """Runs a method on the optimizer, also where a wrapper of it is called (see `_itself`)."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self._itself, *args, **kwargs)
+
+    return cast("_Method", run)
 
 
 class Options(torch.optim.Optimizer):
@@ -149,9 +167,16 @@ class Options(torch.optim.Optimizer):
     _low_precision: Mapping[int, Tensor]
     _release: Any
     _first_lr: tuple[Tensor, float] | None = None
+    _reference: weakref.ref[Any]
+
+    @property
+    def _itself(self) -> Any:
+        """The optimizer that steps. Wrappers of Lightning and Fabric are instances of its class,
+        too, and take what they lack from it; what is set on them it does not see."""
+        return self._reference() or self
 
     def _forget(self) -> None:
-        raise NotImplementedError
+        self._reference = weakref.ref(self)
 
     def _name_copies(self) -> None:
         raise NotImplementedError

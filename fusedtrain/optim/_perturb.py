@@ -11,6 +11,7 @@ from .._torch_private import disable_dynamo
 from ._checks import check_not_negative
 from ._distributed import is_distributed
 from ._masters import MASTER, is_correction, joined
+from ._options import of_itself
 from ._reports import Reports
 
 _RESTORE = "the parameters are perturbed. Call optimizer.restore() first, after the second backward"
@@ -26,6 +27,7 @@ class Perturbs(Reports):
     # While the parameters are perturbed: each with its value before, and its known versions.
     _perturbed: list[tuple[Tensor, Tensor, list[Any]]] | None = None
 
+    @of_itself
     @disable_dynamo
     @torch.no_grad()
     def perturb(self, rho: float = 0.05, eps: float = 1e-12) -> None:
@@ -101,6 +103,7 @@ class Perturbs(Reports):
             moved = weight + grad.to(weight.dtype) * (sign * by).to(weight.dtype)
             p.copy_(torch.where(by > 0, moved, weight))
 
+    @of_itself
     @disable_dynamo
     @torch.no_grad()
     def restore(self) -> None:

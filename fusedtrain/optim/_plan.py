@@ -71,6 +71,13 @@ class Store:
         # The first state of each column, for optimizers without saved step counts.
         self.known: dict[int, Tensor] = {}
 
+    def view(self, which: int, column: int) -> Tensor:
+        """A number of a parameter: a new view if others have replaced the view's ``.data``."""
+        view, number = self.views[which][column], self.scalars[which, column]
+        if view.data_ptr() != number.data_ptr():
+            self.views[which][column] = view = number
+        return view
+
     def count_one_step(self, loaded: set[int]) -> None:
         """Counts one step for parameters with states (ids) where a checkpoint has no counts."""
         steps = torch.zeros_like(self.scalars[0], device="cpu")
@@ -121,9 +128,15 @@ class Needs(NamedTuple):
         return code_dtype(self.rule, self.slots[group], which, p)
 
 
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor can be read: meta tensors and those of a FakeTensorMode have no values."""
+    return not tensor.is_meta and not hasattr(tensor, "fake_mode")
+
+
 def _is_of_others(buffer: Tensor, known: Tensor | None) -> bool:
     """Whether somebody else has set a buffer. A copy of one that no step has filled is zero."""
-    return buffer is not known and bool(local(buffer).any())
+    mine = local(buffer)
+    return buffer is not known and has_values(mine) and bool(mine.any())
 
 
 def _places(tensors: list[Tensor]) -> list[Any]:
@@ -172,11 +185,11 @@ class UpdatePlan:
             slots = needs.slots[group]
             named = [name for name in slots if name and needs.scalar_names[0] is None]
             if any(p_state.get(name) is None for name in named):
-                store.views[0][column].zero_()  # without a saved step count states start anew
+                store.view(0, column).zero_()  # without a saved step count states start anew
             elif named and _is_of_others(p_state[named[0]], store.known.get(column)):
-                store.views[0][column].clamp_(min=1)  # as torch: a buffer of others is no first one
+                store.view(0, column).clamp_(min=1)  # as torch: a buffer of others is no first one
             # The step count is the first key, as in torch.
-            self._scalar(p_state, needs.scalar_names[0], store.views[0][column])
+            self._scalar(p_state, needs.scalar_names[0], store.view(0, column))
             for k, name in enumerate(slots):
                 if name is None:
                     row.append(-1)
@@ -195,7 +208,7 @@ class UpdatePlan:
                 row.append(self._master(p_state, p, inner))
             row.append(self._copy(p_state, "ema", p, self.averages) if needs.ema else -1)
             for which, name in enumerate(needs.scalar_names[1:], 1):
-                self._scalar(p_state, name, store.views[which][column])
+                self._scalar(p_state, name, store.view(which, column))
             if p_state:  # torch's SGD without momentum has no states either
                 state[p] = p_state
             self.dicts.append(state.get(p))
@@ -206,6 +219,9 @@ class UpdatePlan:
             *self.local_params, *(local(p) for p, m in zip(params, self.models) if p is not m)
         ]  # fmt: skip
         self.places = _places(self.written)
+        kept = dict(zip(map(id, reversed(self.owners)), reversed(self.tensors)))
+        self.firsts = list(kept.values())  # the first state of each parameter
+        self.pointers = self._pointers()
         self.all_dicts: list[int] | None = None  # ids; not looked at yet
 
     def fits(self, state: dict[Tensor, _State]) -> bool:
@@ -225,10 +241,16 @@ class UpdatePlan:
         """Whether states and parameters are still the plan's tensors, at the same addresses."""
         if not all(map(is_, map(dict.get, self.owners, self.names), self.tensors)):
             return False
+        if self._pointers() != self.pointers:  # offloading may replace the ``.data`` of all states
+            return False
         written = self.written
         if self.distributed:
             written = [*map(local, self.models), *written[len(self.models) :]]
         return _places(written) == self.places
+
+    def _pointers(self) -> list[int]:
+        firsts = map(local, self.firsts) if self.distributed else self.firsts
+        return list(map(Tensor.data_ptr, firsts))
 
     def follow_parameters(self) -> None:
         """Copies to masters what others have written to parameters, where the step does not."""

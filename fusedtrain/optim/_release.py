@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from .._capture import is_capturing
 from . import _distributed
 from ._checks import check_parameter
-from ._options import Options
+from ._options import Options, of_itself
 from ._plan import RULE_NUMBERS, Needs, UpdatePlan, on_device
 from ._release_checks import (
     RELEASES,
@@ -30,6 +30,7 @@ class Releases(Options):
 
     _release: GradientRelease | None = None
 
+    @of_itself
     def release_gradients(self, model: nn.Module) -> GradientRelease:
         """Updates each parameter of the model within backward, and frees its gradient at once.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference.optimizers import CONTROLS, Control
 from ._distributed import local
 from ._masters import MASTER, is_correction
-from ._options import Options
+from ._options import Options, of_itself
 from ._plan import UpdatePlan
 
 
@@ -134,6 +134,7 @@ class Reports(Options):
             )
         return [(p, p if average is None else average) for p, average in averages]
 
+    @of_itself
     @contextmanager
     def swap_averages(self) -> Iterator[None]:
         """Context in which the parameters hold their averages: evaluate, or save the model.

@@ -78,8 +78,7 @@ class AppliedStepScheduler:
         self._rates = [self._current()]
         self._tables: list[Tensor] = []
         for group, rate in zip(optimizer.param_groups, self._rates[0], strict=True):
-            device = group["params"][0].device
-            lr = torch.tensor(rate, dtype=torch.float32, device=device)
+            lr = torch.tensor(rate, dtype=torch.float32, device=self._device_of(group))
             group["lr"] = lr
             self._tables.append(lr.clone().reshape(1))
 
@@ -131,11 +130,16 @@ class AppliedStepScheduler:
         for number, group in enumerate(self.optimizer.param_groups):
             rates = [rates[number] for rates in self._rates]
             lr = torch.as_tensor(group["lr"], dtype=torch.float32)
-            device = group["params"][0].device
+            device = self._device_of(group)
             self._tables[number] = torch.tensor(rates, dtype=torch.float32, device=device)
             group["lr"] = lr.to(device)
             applied = min(state_dict["applied_before"], len(rates) - 1)
             group["lr"].fill_(rates[applied])
+
+    def _device_of(self, group: dict[str, Any]) -> torch.device:
+        """The device of a group's rate; a group may have no parameters."""
+        params: list[Tensor] = group["params"] or self.optimizer._all_params()
+        return params[0].device if params else torch.device("cpu")
 
     def _current(self) -> list[float]:
         return [float(group["lr"]) for group in self._shadow.param_groups]
@@ -150,7 +154,8 @@ class AppliedStepScheduler:
     def _check(self) -> None:
         for before, after in zip(self._others, self._other_options(), strict=True):
             for name, value in before.items():
-                if after[name] != value:
+                now = after[name]
+                if now is not value and (isinstance(value, Tensor) or now != value):
                     raise RuntimeError(
                         f"AppliedStepScheduler: the scheduler changes {name!r}, only 'lr' can be "
                         "scheduled (OneCycleLR and CyclicLR: cycle_momentum=False)"

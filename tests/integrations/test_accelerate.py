@@ -80,6 +80,20 @@ def test_steps_skips_and_schedules_as_with_torch(
     assert_equal_parameters(ours, theirs)
 
 
+def test_skips_of_torchs_scaler_under_a_hook() -> None:
+    """torch's scaler does not call the step, since the hook is to see unscaled gradients."""
+    accelerator = accelerate().Accelerator(cpu=True)
+    use_fused_scaler(accelerator, torch.amp.GradScaler("cpu"))
+    model = network()
+    optimizer = accelerator.prepare(fusedtrain.optim.AdamW(model.parameters()))
+    optimizer.optimizer.register_step_pre_hook(lambda *_: None)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        accelerator.backward(model(next(iter(data()))[0]).sum() * factor)
+        optimizer.step()
+        assert optimizer.step_was_skipped == (factor != 1.0)
+
+
 def test_without_the_call_skipped_steps_are_not_seen() -> None:
     """When Accelerate sees them itself, `use_fused_scaler` has less to do."""
     accelerator = accelerate().Accelerator(cpu=True)

@@ -130,6 +130,22 @@ def test_validates_on_the_averages_and_trains_on_with_the_weights() -> None:
     assert_equal_parameters(model.model, plain)
 
 
+def test_a_checkpoint_within_validation_holds_the_weights(tmp_path: Path) -> None:
+    """Saved by the module while the parameters hold their averages; a resumed run goes on alike."""
+
+    class Saves:
+        def on_validation_epoch_end(self: Any) -> None:
+            self.trainer.save_checkpoint(tmp_path / f"{self.trainer.current_epoch}.ckpt")
+
+    options: Any = {"callbacks": callback(averages=True), "num_sanity_val_steps": 0}
+    model, resumed = (module("ours", base=Saves, ema_decay=0.7) for _ in range(2))
+    trainer(**options, max_epochs=2).fit(model, data(), data())
+    options["callbacks"] = callback(averages=True)
+    checkpoint = tmp_path / "0.ckpt"
+    trainer(**options, max_epochs=2).fit(resumed, data(), data(), ckpt_path=checkpoint)
+    assert_equal_parameters(model, resumed)
+
+
 def test_lightnings_averages_of_a_converted_model() -> None:
     models = []
     for callbacks in ([callback()], []):

@@ -200,17 +200,20 @@ def test_nothing_changes_without_writes(dtype: torch.dtype) -> None:
         assert torch.equal(a, b)
 
 
-def test_averages_in_the_place_of_weights_are_no_masters() -> None:
+@pytest.mark.parametrize("kind", [True, "split32"])
+def test_averages_in_the_place_of_weights_are_no_masters(kind: Any) -> None:
+    """The float32 weights of the model are then the averages: those of float32 parameters are."""
     p = nn.Parameter(torch.randn(50).bfloat16())
     model = nn.Module()
     model.p = p
-    optimizer = fusedtrain.optim.AdamW([p], lr=0.1, master_weights=True, ema_decay=0.5)
+    optimizer = fusedtrain.optim.AdamW([p], lr=0.1, master_weights=kind, ema_decay=0.5)
     for _ in range(3):
         p.grad = torch.randn(50).bfloat16()
         optimizer.step()
-    master = optimizer.state[p]["master_param"].clone()
+    master = optimizer.state_dict()["state"][0]["master_param"].clone()
     with optimizer.swap_averages():
-        assert torch.equal(fusedtrain.optim.float32_state_dict(model, optimizer)["p"], master)
+        average = optimizer.state[p]["ema"]
+        assert torch.equal(fusedtrain.optim.float32_state_dict(model, optimizer)["p"], average)
         assert torch.equal(optimizer.state_dict()["state"][0]["master_param"], master)
     assert torch.equal(fusedtrain.optim.float32_state_dict(model, optimizer)["p"], master)
 

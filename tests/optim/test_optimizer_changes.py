@@ -168,6 +168,29 @@ def test_states_that_the_user_replaces(name: str, how: str) -> None:
         assert_close(p, q)
 
 
+@pytest.mark.parametrize("change", ["", "layout", "step"])
+@OF_TORCH
+def test_states_whose_data_are_replaced(name: str, change: str) -> None:
+    """As code that offloads states does; step counts are views of our memory until then."""
+    runs = []
+    for module in (fusedtrain.optim, torch.optim):
+        params = parameters()
+        optimizer = getattr(module, name)(params, **CLASSES[name].busy)
+        for seed in range(5):
+            step(optimizer, params, seed)
+            for value in (v for x in params for v in optimizer.state[x].values()):
+                if seed == 1:
+                    swapped = value.dim() > 1 and change == "layout"
+                    value.data = value.mT.contiguous().mT if swapped else value.clone()
+                if seed == 1 and value.dim() == 0 and change == "step":
+                    value.fill_(17)
+        runs.append((optimizer.state_dict()["state"], params))
+    for ours, theirs in zip(runs[0][0].values(), runs[1][0].values(), strict=True):
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, msg=key)
+    assert_close(runs[0][1], runs[1][1])
+
+
 @pytest.mark.parametrize("how", ["clear", "pop", "replace"])
 @OF_TORCH
 def test_states_dropped_before_the_second_step(name: str, how: str) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import fusedtrain
 from fusedtrain import optim
@@ -72,6 +75,15 @@ def test_unknown_keywords(name: str, keyword: str, words: str) -> None:
     message = rf"^{name}.__init__\(\) got an unexpected keyword argument '{keyword}': {words}"
     with pytest.raises(TypeError, match=message):
         getattr(optim, name)([parameter()], lr=-1.0, **{keyword: True})
+
+
+def test_numbers_of_numpy() -> None:
+    """A grid of settings may have numpy.float32, which is no float."""
+    p = parameter()
+    optimizer = optim.SGD([p], lr=1.0, max_grad_norm=numpy.float32(0.5))
+    optimizer.ema_decay = numpy.float32(0.5)
+    optimizer.step()
+    assert torch.allclose(1 - p.detach(), torch.tensor(0.5 / 3**0.5))
 
 
 def test_options_set_later_are_checked_and_used() -> None:
@@ -329,12 +341,31 @@ def test_expanded_gradient_cannot_be_written(mode: str) -> None:
     assert torch.equal(p, torch.zeros(3))
 
 
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0, "gradient_writeback": "zero"}])
+def test_gradients_that_are_zero_and_have_no_memory(options: Any) -> None:
+    runs = []
+    for optimizer in (torch.optim.AdamW, optim.AdamW):
+        p = nn.Parameter(torch.tensor([1.0, -2.0]))
+        for _ in range(2):
+            p.grad = None
+            torch.sgn(p).sum().backward()
+            assert p.grad._is_zerotensor()
+            optimizer([p], **options if optimizer is optim.AdamW else {}).step()
+        runs.append(p)
+    assert torch.equal(*runs)
+
+
 def test_negated_gradients() -> None:
     p = nn.Parameter(torch.zeros(3))
     p.grad = torch.view_as_complex(torch.ones(3, 2)).conj().imag
     assert p.grad.is_neg()
     optim.SGD([p], lr=1.0).step()
     assert torch.equal(p, torch.ones(3))
+    optim.SGD([p], lr=1.0, max_grad_norm=0.5, gradient_writeback="unscaled").step()
+    assert torch.allclose(p.grad, torch.tensor(-0.5 / 3**0.5))
+    optim.SGD([p], lr=1.0, gradient_writeback="zero").step()
+    assert (p.grad == 0).all()
+    p.grad = torch.view_as_complex(torch.ones(3, 2)).conj().imag
     fusedtrain.zero_grad([p], set_to_none=False)
     assert (p.grad == 0).all()
 
@@ -367,9 +398,16 @@ def test_scheduler_whose_groups_change() -> None:
         scheduler.step()
 
 
-def test_meta_parameters() -> None:
-    p = nn.Parameter(torch.ones(3, device="meta"))
-    p.grad = torch.ones_like(p)
-    for optimizer in (optim.AdamW([p]), optim.SGD([p], momentum=0.9)):
-        optimizer.step()
-        assert optimizer.state_dict()["state"][0]
+@pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
+def test_tensors_without_values(mode: Any) -> None:
+    """Steps, state dicts and loading read none: for estimates of memory."""
+    with mode():
+        device = "meta" if mode is nullcontext else "cpu"
+        p = nn.Parameter(torch.ones(3, device=device))
+        p.grad = torch.ones_like(p)
+        for optimizer in (optim.AdamW([p]), optim.SGD([p], momentum=0.9)):
+            optimizer.step()
+            saved = optimizer.state_dict()
+            assert saved["state"][0]
+            optimizer.load_state_dict(saved)
+            optimizer.step()

@@ -59,7 +59,21 @@ def _on_a_rank(rank: int) -> dict[str, Any]:
         "params": [x.full_tensor().detach() for x in p],
         "masters": [x.full_tensor() for x in masters],
     }
+    results["written gradients"] = {"params": _written_gradients(mesh)}
     return results
+
+
+def _written_gradients(mesh: Any) -> list[Tensor]:
+    """Gradients with other placements than their parameter's, after steps that write them."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    left = []
+    for kind in ("zero", "unscaled"):
+        p = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        p.grad = DTensor.from_local(torch.full((4,), 1.0 + mesh.get_rank()), mesh, [Partial()])
+        fusedtrain.optim.SGD([p], max_grad_norm=2.0, gradient_writeback=kind).step()
+        left.append(p.grad.full_tensor())
+    return left
 
 
 def _split_masters(p: list[Any], distributed: Callable[[Tensor], Tensor]) -> list[Any]:
@@ -150,6 +164,7 @@ def test_two_ranks_agree_with_an_unsharded_run(tmp_path: Path) -> None:
             assert_close(results["averages"], [optimizer.state[x]["ema"] for x in p], 64)
             others = ranks[1][f"{name} {kind}"]["scales"]
             assert str(results["scales"]) == str(others)  # nan and all
+    assert_close(ranks[0]["written gradients"]["params"], [torch.zeros(4), torch.ones(4)])
     p = parameters(torch.bfloat16, MODEL)
     masters = _split_masters(p, lambda grad: grad)
     assert alike(ranks[0]["split masters"], {"params": [x.detach() for x in p], "masters": masters})

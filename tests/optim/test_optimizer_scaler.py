@@ -52,6 +52,22 @@ def test_several_optimizers_with_one_scaler() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.GradScaler])
+def test_a_step_that_raised_leaves_no_scale(kind: Any) -> None:
+    """torch's scaler left it on the optimizer, and the next step divided by the scale twice."""
+    p = nn.Parameter(torch.ones(3))
+    optimizer = fusedtrain.optim.SGD([p], lr=1.0, ema_decay=0.5)
+    scaler = started(kind("cpu", init_scale=8.0))
+    for refused in (False, True):
+        p.grad = torch.full_like(p, 8.0)
+        if refused:
+            with optimizer.swap_averages(), pytest.raises(RuntimeError, match="swap_averages"):
+                scaler.step(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert torch.equal(p, torch.full_like(p, -1.0))
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, fusedtrain.amp.GradScaler])
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @OF_TORCH
 def test_several_losses_and_accumulation(name: str, unscale: bool, kind: Any) -> None:

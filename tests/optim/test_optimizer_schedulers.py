@@ -95,6 +95,18 @@ def test_such_schedulers_go_on_from_a_checkpoint(schedule: str, onto: str, order
     second.run(30)
 
 
+def test_groups_without_parameters_and_with_tensors() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": []}, {"params": [weight], "scale": torch.ones(3)}]
+    optimizer = fusedtrain.optim.SGD(groups, lr=1.0)
+    scheduler = fusedtrain.optim.AppliedStepScheduler(optimizer, lambda o: StepLR(o, 1, 0.5))
+    scheduler.load_state_dict(scheduler.state_dict())
+    weight.grad = torch.zeros(2)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.get_last_lr() == [0.5, 0.5]
+
+
 def test_such_a_scheduler_may_change_nothing_but_rates() -> None:
     optimizer = make("SGD", parameters())
     with pytest.raises(RuntimeError, match="momentum"):
