@@ -80,9 +80,9 @@ def add_branch(
         return fused_functional.dropout_add(branch, shortcut, drop.p, drop.training)
     if isinstance(scale, nn.Module):
         scale = scale.gamma
-    given = isinstance(scale, Tensor)  # a number may have taken its place
-    dims = [d for d, n in enumerate(scale.shape) if n != 1] if given else []
-    shift = branch.dim() - scale.dim() if given else 0
+    is_tensor = isinstance(scale, Tensor)  # a number may have taken its place
+    dims = [d for d, n in enumerate(scale.shape) if n != 1] if is_tensor else []
+    shift = branch.dim() - scale.dim() if is_tensor else 0
     fits = isinstance(shortcut, Tensor) and shortcut.shape == branch.shape
     fits = fits and branch.dim() > 1 and shift >= 0 and len(dims) <= 1
     if fits and scale is not None:

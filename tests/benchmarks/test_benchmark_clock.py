@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,45 +28,10 @@ def test_interleave_takes_turns() -> None:
     assert len({tuple(r) for r in rounds}) > 1
 
 
-def test_preparation_is_not_timed() -> None:
-    log: list[str] = []
-
-    def fake(call: Callable[[], object], calls: int) -> float:
-        call()
-        log.append("timed")
-        return 1.0
-
-    effort = measuring.Effort(min_rounds=2, max_rounds=2, seconds=0.0, sample_ns=1.0)
-    measuring.interleave(
-        {"a": lambda: log.append("a")}, fake, effort, lambda who: log.append(f"{who} is next")
-    )
-    assert log == ["a is next", "a", "timed"] * 5
-
-
 def test_median_interval() -> None:
     assert measuring.median_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     # P(fewer than 4 of 20 coins are heads) is 0.13 %, fewer than 5 is 0.59 %.
     assert measuring.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
-
-
-def test_a_call_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graph of a fake GPU has all calls; the time is that of one."""
-    log: list[str] = []
-    graph = SimpleNamespace(replay=lambda: log.append("replay"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    for name in ("stream", "graph"):
-        monkeypatch.setattr(torch.cuda, name, lambda *a, **k: contextlib.nullcontext())
-    monkeypatch.setattr(race, "cuda_clock", lambda call, calls: call() or 4000.0)
-    assert race.in_graph(lambda: log.append("call"), 40) == 100.0
-    assert log == ["call"] * 41 + ["replay"] * 6
-
-    def refuses() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with pytest.warns(UserWarning, match="no CUDA graph: operation not permitted"):
-        assert math.isnan(race.in_graph(refuses))
 
 
 # --- who is let in ---

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-from math import prod
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from benchmarks import conftest
-from benchmarks.harness import shapes, store
-from benchmarks.harness.rows import ALLOCATORS
-from benchmarks.run import BOUNDED
+from benchmarks.harness import store
 from helpers import ROOT, environment
 from helpers.processes import run_python
 
 # --- files of results ---
-
-
-def test_families_are_those_of_the_files() -> None:
-    assert len(store.FAMILIES) == 13
-    assert set(BOUNDED) < set(store.FAMILIES)
-    assert {"bounded", "kept"} == set(ALLOCATORS)
 
 
 def test_rows_replace_those_of_their_names(tmp_path: Path) -> None:
@@ -60,57 +47,6 @@ def test_a_write_that_fails_leaves_the_file(
     with pytest.raises(TypeError):
         store.write(path, {"benchmarks": [object()]})
     assert store.read(path) == {"benchmarks": []}
-
-
-# --- what is run ---
-
-
-class Item:
-    """A test of a family's case."""
-
-    def __init__(self, family: str, **case: Any) -> None:
-        self.path = Path(f"bench_{family}.py")
-        self.module = importlib.import_module(f"benchmarks.bench_{family}")
-        self.callspec = SimpleNamespace(params={"case": SimpleNamespace(**case)})
-
-
-def collected(items: list[Any], **options: Any) -> list[Any]:
-    """The tests that are left, with these options."""
-    flags = {"only-compile": False, "first": False}
-    settings = {"op": [], "model": [], "family": [], **flags, **options}
-    config: Any = SimpleNamespace(
-        getoption=lambda name: settings[name.removeprefix("--")],
-        hook=SimpleNamespace(pytest_deselected=lambda items: None),
-    )
-    left = [*items]
-    conftest.pytest_collection_modifyitems(config, left)
-    return left
-
-
-def test_selections() -> None:
-    pool, plain = (Item("pool", op="max_pool2d", compiled=yes) for yes in (True, False))
-    step = Item("amp_step", op="sgd", model="resnet50")
-    items = [pool, plain, step]
-    assert collected(items) == items
-    assert collected(items, **{"only-compile": True}) == [pool]
-    assert collected(items, family=["amp_step"]) == [step]
-    assert collected(items, family=["amp_step"], **{"only-compile": True}) == []
-    assert collected(items, op=["sgd"], model=["resnet50"]) == items
-    host = Item("host", op="silu")
-    assert collected([host, step], first=True) == [step]
-    for option, name in (("op", "mush"), ("model", "resnet51")):
-        with pytest.raises(pytest.UsageError, match=f"--{option}: no benchmark of {name}"):
-            collected(items, **{option: [name]})
-
-
-def test_the_first_rows_are_large() -> None:
-    """`make gpu` measures them first: an H100's L2 cache of 50 MB is too small, but for batch norms
-    of one launch."""
-    modules = [importlib.import_module(f"benchmarks.bench_{family}") for family in store.FAMILIES]
-    cases = [case for module in modules for case in getattr(module, "FIRST", ())]
-    ops = [prod(case.shape) for case in cases if hasattr(case, "shape")]
-    assert (len(cases), len(ops)) == (44, 38)
-    assert min(*sorted(ops)[4:], shapes.count(shapes.shapes("resnet50"))) * 2 > 50e6
 
 
 # --- runs ---

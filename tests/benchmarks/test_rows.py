@@ -12,17 +12,14 @@ import pytest
 import torch
 
 from benchmarks import (
-    bench_batch_norm,
     bench_depthwise,
     bench_few_bit,
-    bench_host,
     bench_pool,
     report,
 )
 from benchmarks.harness import store
 from benchmarks.harness.cases import Options, Work
 from benchmarks.harness.race import contest_of
-from benchmarks.harness.shapes import NORM_NETWORKS, norms
 from benchmarks.harness.store import FAMILIES
 from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, activations
 from helpers.benchmarks import measured
@@ -45,49 +42,6 @@ def family(name: str) -> Any:
 
 
 # --- which are measured ---
-
-# Rows of a run, those with torch.compile, rows on CUDA, of a quick run, and with --full.
-SELECTED = {
-    "activations": (290, 72, 308, 4, 840),
-    "amp_step": (59, 0, 79, 1, 540),
-    "apex": (8, 0, 8, 4, 16),
-    "batch_norm": (216, 6, 156, 4, 424),
-    "chains": (120, 15, 120, 30, 120),
-    "conv_bn": (13, 11, 11, 3, 18),
-    "depthwise": (264, 132, 396, 6, 264),
-    "few_bit": (156, 39, 234, 6, 156),
-    "host": (90, 0, 90, 7, 90),
-    "images": (16, 16, 16, 4, 16),
-    "memory": (2, 2, 2, 1, 2),
-    "pool": (60, 30, 90, 6, 60),
-    "transformers": (8, 8, 8, 1, 8),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_selection(name: str) -> None:
-    select = family(name).select
-    runs = [
-        {},
-        {"device": "cuda"},
-        {"quick": True},
-        {"full": True},
-        {"full": True, "compiled": False},
-    ]
-    cases, *others, plain = [select(Options(**run)) for run in runs]
-    assert (len(cases), _compiled(cases), *map(len, others)) == SELECTED[name]
-    assert not _compiled(plain)
-    for run in (cases, *others):
-        assert max(Counter(map(str, run)).values()) == 1
-    for option, field in (("ops", "op"), ("models", "model")):
-        assert select(Options(**{option: ("mush",)})) == []
-        if value := getattr(cases[-1], field, ""):
-            of_one = select(Options(**{option: (value,)}))
-            assert {getattr(case, field) for case in of_one} == {value}
-
-
-def _compiled(cases: list[Any]) -> int:
-    return sum(getattr(case, "compiled", False) for case in cases)
 
 
 def test_stored_rows_are_selected() -> None:
@@ -122,17 +76,6 @@ def _cases(name: str) -> dict[str, Any]:
     """The cases of a run on the CPU, and of the network that only --model has there."""
     runs = Options(), Options(models=("vit_l_16",))
     return {str(case): case for run in runs for case in family(name).select(run)}
-
-
-def test_selection_of_norms() -> None:
-    """Every norm of the networks, without torch.compile; on CUDA in large batches."""
-    cases = [case for case in bench_batch_norm.select(Options()) if case.model]
-    assert not any(case.compiled for case in cases)
-    for network in NORM_NETWORKS:
-        layers = {(c.op, *c.shape[1:]) for c in cases if c.model == network}
-        assert layers == set(norms(network))
-    on_cuda = [case for case in bench_batch_norm.select(Options("cuda")) if case.model]
-    assert {(c.shape[0], c.dtype) for c in on_cuda} == {(256, torch.bfloat16)}
 
 
 def test_errors_are_those_of_the_docstrings() -> None:
@@ -204,18 +147,6 @@ def test_rows(name: str) -> None:
         assert set(row.ratio) == rivals
         assert row.get("kept", None) == KEPT.get(row.op)
     contest_of.cache_clear()
-
-
-def test_rows_of_the_host() -> None:
-    threads = torch.get_num_threads()
-    rows = [measured(bench_host, case) for case in bench_host.select(Options(quick=True))]
-    assert torch.get_num_threads() == threads
-    assert all(row.threads == 1 for row in rows)
-    assert [row["pass"] for row in rows] == [*bench_host.PASSES, *bench_host.PASSES, "clip"]
-    assert [list(row.ratio) for row in rows] == [["eager"]] * 6 + [["fused"]]
-    counts = [row["counts"] for row in rows]
-    assert counts[0]["fusedtrain"] < counts[0]["eager"]
-    assert counts[3] == {"fusedtrain": 1, "eager": 1}
 
 
 def test_who_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

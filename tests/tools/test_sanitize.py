@@ -1,4 +1,4 @@
-"""`make sanitize` sees planted faults: in a function, in an emulated kernel, in a test."""
+"""`make sanitize` sees planted faults: in a function, in an emulated kernel."""
 
 from __future__ import annotations
 
@@ -102,29 +102,3 @@ def test_a_fault_of_an_emulated_kernel_is_reported(name: str) -> None:
     headlines = report(EMULATED.format(name=name), sanitize.environment(), sanitize.TREE)
     assert EMULATED_FAULTS[name] in headlines
     assert bool(EMULATED_FAULTS[name]) == bool(headlines)
-
-
-def test_a_fault_in_a_test_fails_it_alone(
-    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sanitize, "TREE", tmp_path)
-    monkeypatch.setattr(sanitize, "LOGS", tmp_path / "logs")
-
-    def wrong(names: list[str], every: int = 1) -> list[str]:
-        body = CALL.format(library=library, name="{name}").replace("'{name}'", "name")
-        lines = [
-            "import pytest",
-            f"@pytest.mark.parametrize('name', {names})",
-            "def test_it(name):",
-        ]
-        lines += [f"    {line}" for line in body.splitlines()]
-        (tmp_path / "test_it.py").write_text("\n".join(lines) + "\n")
-        env = sanitize.environment("default")
-        return sanitize.pytest_faults("it", ["test_it.py"], "not other", env, 1, every)
-
-    text = "\n".join(wrong(["nothing", "read_past_the_end", "signed_overflow", "nothing"]))
-    for words in ("heap-buffer-overflow", "signed integer overflow", "test_it[read_past_the_end]"):
-        assert words in text
-    assert "test_it[nothing" not in text
-    assert wrong(["nothing", "signed_overflow", "read_past_the_end"] * 2, every=3) == []
-    assert "nothing ran" in wrong([])
