@@ -140,7 +140,7 @@ def test_residual_second_derivatives() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
 def test_second_derivatives_of_16_bits_are_rounded_once(name: str, dtype: torch.dtype) -> None:
-    """By way of the statistics, and past them: the two shares cancel."""
+    """The shares by way of the statistics and past them cancel."""
     torch.manual_seed(0)
     x = (torch.randn(3, 2) * 0.01).to(dtype)
     second = []

@@ -70,7 +70,7 @@ def test_first_and_second_derivatives(kind: str, added: str) -> None:
 
 
 def test_second_derivatives_of_16_bits_are_rounded_once() -> None:
-    """By way of the statistics, and past them: the two shares cancel."""
+    """The shares by way of the statistics and past them cancel."""
     torch.manual_seed(0)
     x, scale, second = (torch.randn(4, 3) * 0.01).to(BF16), torch.arange(12).view(4, 3), []
     for t in (x, x.float()):
