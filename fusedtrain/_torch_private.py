@@ -42,6 +42,8 @@ global_step_pre_hooks = optimizer._global_optimizer_pre_hooks
 unsafe_view = torch.ops.aten._unsafe_view.default
 # The gradient of softmax's input: of its output's gradient, output, dimension and input's dtype.
 softmax_backward = torch.ops.aten._softmax_backward_data.default
+# The kernel that torch's attention would run, as the number of an SDPBackend.
+attention_kernel = torch._fused_sdp_choice
 
 
 def skip_frame(function: Any) -> None:

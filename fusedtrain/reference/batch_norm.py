@@ -256,19 +256,21 @@ def differentiable_backward(
     input).
     """
     branch_scale, weight, bias, mean, invstd = statistics
+    if input is not None:
+        input = widened(input)  # once: each cast rounds its share of the gradient; shares cancel
     if training:
         assert input is not None
-        x = widened(input)
-        count = x.numel() // x.shape[1]
-        mean = _over_channels(x) / count
-        invstd = ((_over_channels((x - per_channel(mean, x)).square()) / count) + eps).rsqrt()
+        count = input.numel() // input.shape[1]
+        mean = _over_channels(input) / count
+        distance = input - per_channel(mean, input)
+        invstd = ((_over_channels(distance.square()) / count) + eps).rsqrt()
         statistics = Statistics(branch_scale, weight, bias, mean, invstd)
     dz = _gradient_of_sum(grad, input, saved, statistics, activation)
     d = dz if branch_scale is None else dz * per_sample(branch_scale, grad)
     scale = invstd if weight is None else invstd * weight
     grad_weight = grad_bias = None
     if input is not None:
-        normalised = (widened(input) - per_channel(mean, input)) * per_channel(invstd, input)
+        normalised = (input - per_channel(mean, input)) * per_channel(invstd, input)
         grad_bias, grad_weight = _over_channels(d), _over_channels(d * normalised)
         if training:
             count = input.numel() // input.shape[1]

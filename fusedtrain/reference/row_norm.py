@@ -97,8 +97,9 @@ def differentiable_backward(
     start_dim: int, end_dim: int, eps: float, centered: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """:func:`gradients` as a function of the input alone: statistics are derived, too."""
-    mean, rstd = _statistics(widened(input), start_dim, end_dim, eps, centered)
-    return gradients(grad, grad_sum, input, weight, mean, rstd, start_dim, end_dim)
+    x = widened(input)  # once: each cast rounds its share of the gradient, and the shares cancel
+    mean, rstd = _statistics(x, start_dim, end_dim, eps, centered)
+    return gradients(grad, grad_sum, x, weight, mean, rstd, start_dim, end_dim)
 
 
 def row_norm_backward(

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as T
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
@@ -255,6 +256,29 @@ def test_which_calls_are_ours() -> None:
     q, k, v = (torch.randn(1, 1, 300, 4).bfloat16().requires_grad_() for _ in range(3))
     assert not is_ours(q, k, v)
     assert is_ours(q, k, v, dropout_p=0.1)
+
+
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("kind", ["flash", "three dimensions", "narrow values", "mask", "chosen"])
+def test_a_peaked_softmax_is_as_near_to_float64_as_torchs(kind: str) -> None:
+    """Torch's plain formula computes in float32, in which large numbers cancel."""
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 64, 32).bfloat16() for _ in range(4))
+    q, v, named = q * 30, v + 5, dict[str, Any]()
+    if kind == "three dimensions":
+        q, k, v, grad = (t[0] for t in (q, k, v, grad))
+    elif kind == "narrow values":
+        v, grad = v[..., :16], grad[..., :16]
+    elif kind == "mask":
+        named = {"attn_mask": torch.randn(64, 64).bfloat16().requires_grad_()}
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    truth = run(T.scaled_dot_product_attention, *in_float64(tensors, named), grad.double())
+    with sdpa_kernel(SDPBackend.MATH) if kind == "chosen" else nullcontext():
+        stock = run(T.scaled_dot_product_attention, tensors, named, grad)
+        results = run(F.scaled_dot_product_attention, tensors, named, grad)
+    for got, want, exact in zip(results, stock, truth):
+        off, most = ((t.double() - exact).norm() for t in (got, want))
+        assert off <= 1.5 * most
 
 
 @pytest.mark.usefixtures("multiplied")

@@ -165,6 +165,22 @@ def test_residual_second_derivatives() -> None:
         assert torch.autograd.gradgradcheck(function, (x, r, w))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm"])
+def test_second_derivatives_of_16_bits_are_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """The shares by way of the statistics and past them cancel."""
+    torch.manual_seed(0)
+    x = (torch.randn(3, 2) * 0.01).to(dtype)
+    second = []
+    for t in (x, x.float()):
+        leaf = t.requires_grad_()
+        y = getattr(F, name)(leaf, [2], eps=1e-6)
+        scale = torch.tensor([1.0, 2.0]).to(y.dtype).expand_as(y)
+        (g,) = torch.autograd.grad(y, leaf, scale, create_graph=True)
+        second += torch.autograd.grad(g.sum(), leaf)
+    torch.testing.assert_close(second[0], second[1].to(dtype))
+
+
 def test_errors_are_those_of_torch() -> None:
     x = torch.ones(2, 3)
     for name, args in (
