@@ -17,7 +17,6 @@ from fusedtrain.advisor.bench.gate import NotTheJob
 from helpers.benchmarks import measured
 
 TRAIN = Setup("train", "none", 4, 32)
-MIB = 2**20
 
 
 def _network(setup: Setup) -> nn.Module:
@@ -82,33 +81,6 @@ def test_gate_refuses_a_wrong_contestant(mistake: str) -> None:
     change(network)
     with pytest.raises(NotTheJob, match=message):
         _gate(network, setup)
-
-
-# --- memory ---
-
-
-class Linear(nn.Module):
-    """Keeps what `each` says, in float32 numbers a sample."""
-
-    def __init__(self, each: int) -> None:
-        super().__init__()
-        self.each, self.weight = each, nn.Parameter(torch.ones(1000))
-
-    def forward(self, images: Tensor) -> Tensor:
-        large = torch.zeros(len(images), self.each)
-        return (large * self.weight[0]).mean(1, keepdim=True) * self.weight.expand(len(images), -1)
-
-
-def test_the_largest_batch_that_fits() -> None:
-    setup = Setup("train", "none", 4, 8, "contiguous")
-    eager, ours = Linear(200_000), Linear(120_000)
-    limit = bench_memory.bytes_of(eager, setup, "cpu")[0]
-    batch = bench_memory.largest(ours, setup, "cpu", limit)
-    assert batch == 6
-    assert bench_memory.bytes_of(ours, setup, "cpu", batch)[0] <= limit
-    assert bench_memory.bytes_of(ours, setup, "cpu", batch + 1)[0] > limit
-    assert bench_memory.largest(eager, setup, "cpu", limit) == 4
-    assert bench_memory.largest(eager, setup, "cpu", 100 * limit) == 4 * bench_memory.MOST
 
 
 # --- networks and rows ---
