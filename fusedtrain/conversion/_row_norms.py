@@ -257,7 +257,7 @@ class _Reader:
         factors = tuple(sorted(one.factors + other.factors))
         if len(set(factors)) < len(factors) and factors not in _SQUARES:
             raise _Unknown
-        if not set(factors) <= {"x", "c", "w", "1+w", "r"}:
+        if not set(factors) <= {"x", "c", "w", "1+w", "r"} or {"w", "1+w"} <= set(factors):
             raise _Unknown
         return _Value(factors, one.dtypes | other.dtypes)
 

@@ -241,6 +241,12 @@ class TwoWeights(Norm):
         )
 
 
+class BothWeights(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (1 + self.weight) * y * self.weight
+
+
 class TwoPlus(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return (2 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -353,9 +359,9 @@ class Overflowing(Norm):
         return self.weight * (1e6 * x).half() * torch.rsqrt((x * x).mean(-1, True) + self.eps)
 
 
-NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, TwoPlus, Cubes, Twice, OfTwo,
-        Kept, NoGrad, Scaled, Unbiased, OfSquares, OtherMean, Mixed, Added, Negated, Dtype,
-        RowsOfChannels, Sliced, Truncated, Overflowing]  # fmt: skip
+NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, BothWeights, TwoPlus, Cubes,
+        Twice, OfTwo, Kept, NoGrad, Scaled, Unbiased, OfSquares, OtherMean, Mixed, Added, Negated,
+        Dtype, RowsOfChannels, Sliced, Truncated, Overflowing]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", NONE)
