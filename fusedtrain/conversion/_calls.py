@@ -106,8 +106,7 @@ class Candidates:
     def applied(self, module: nn.Module) -> str:
         """The name of the user's torch.autograd.Function that a forward applies, if its forward
         calls what activations are made of: `MemoryEfficientSwish`."""
-        forward = type(module).forward
-        if _is_others(module) or not inspect.isfunction(forward):
+        if _is_others(module) or not inspect.isfunction(forward := type(module).forward):
             return ""
         outside = inspect.getclosurevars(forward)
         for value in (*outside.globals.values(), *outside.nonlocals.values()):

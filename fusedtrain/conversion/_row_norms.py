@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from .._calls import autocasts, is_plain
+from .._calls import autocasts, has_torch_layout, is_plain, traced
 from .._graph.flow import Trace
 from ..functional import layer_norm, layer_norm_channels, rms_norm, rms_norm_channels
 from ._report import Applied
@@ -72,12 +72,16 @@ def row_normed(
     inner: tuple[Any, ...], outer: tuple[Any, ...], dim: int, ones: int, rank: int,
 ) -> Any:  # fmt: skip
     """The norm of :class:`RowNorm`; NotImplemented where the stock forward would have an output of
-    another dtype than the function of :mod:`fusedtrain.functional`, compute in more bits, or raise
-    an error."""
+    another dtype or layout than the function of :mod:`fusedtrain.functional`, compute in more bits,
+    or raise an error; also for ONNX's exporter by TorchScript, which has no RMS norm."""
     affine: list[Tensor] = [t for t in (weight, bias) if t is not None]
     if not is_plain(input) or input.dim() <= max(dim, 0):
         return NotImplemented
     if affine and dim == 1 and input.dim() != ones + 2:
+        return NotImplemented
+    if dim == -1 and traced() and not input.is_contiguous():
+        return NotImplemented
+    if not centered and torch.jit.is_tracing():  # type: ignore[attr-defined]
         return NotImplemented
     size, place = input.shape[dim], 0 if rank == 1 else rank - 1 - ones
     if not all(
@@ -102,18 +106,28 @@ def row_normed(
     weight = None if weight is None else affine.pop(0)
     bias = affine.pop() if affine else None
     weight = 1 + weight if one else weight
-    x, rest = input.to(computed), (weight, bias, eps) if centered else (weight, eps)
-    output: Any
-    if dim == -1:
-        function: Any = layer_norm if centered else rms_norm
-        output = function(x, [size], *rest)
-    else:
-        function = layer_norm_channels if centered else rms_norm_channels
-        output = function(x, *rest)
-    return output.to(dtype)
+    rest = (weight, bias, eps) if centered else (weight, eps)
+    return _normed(input.to(computed), dim, centered, *rest).to(dtype)
 
 
 row_normed.__module__ = "fusedtrain.conversion"  # the name in pickles
+
+
+def _normed(x: Tensor, dim: int, centered: bool, *rest: Any) -> Any:
+    """The norm of one dimension, in the layout of a dense input: `view` may follow, as in stock."""
+    if not (x.is_contiguous() or (dim == 1 and has_torch_layout(x)) or traced()):
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        dense, at = x.permute(order), order.index(dim % x.dim())
+        if dense.is_contiguous():
+            before, size, after = dense.shape[:at], x.shape[dim], dense.shape[at + 1 :]
+            rows = dense.view(before.numel(), size, after.numel())
+            rows = rows.squeeze(2) if after.numel() == 1 else rows
+            y = _normed(rows, 1 if rows.dim() > 2 else -1, centered, *rest)
+            return y.view(dense.shape).permute([order.index(i) for i in range(x.dim())])
+    if dim == -1:
+        function: Any = layer_norm if centered else rms_norm
+        return function(x, [x.shape[-1]], *rest)
+    return (layer_norm_channels if centered else rms_norm_channels)(x, *rest)
 
 
 def _resolved(dtypes: tuple[Any, ...], tensors: dict[str, Any]) -> torch.dtype:
@@ -243,7 +257,7 @@ class _Reader:
         factors = tuple(sorted(one.factors + other.factors))
         if len(set(factors)) < len(factors) and factors not in _SQUARES:
             raise _Unknown
-        if not set(factors) <= {"x", "c", "w", "1+w", "r"}:
+        if not set(factors) <= {"x", "c", "w", "1+w", "r"} or {"w", "1+w"} <= set(factors):
             raise _Unknown
         return _Value(factors, one.dtypes | other.dtypes)
 
@@ -283,8 +297,8 @@ class _Reader:
             if added.factors != ("w",) or self.bias is not None:
                 break
             self.bias = reader
+            value = self.value_of(product)  # which may have the same parameter
             self.known |= reader.known
-            value = self.value_of(product)
             dtypes = value.dtypes | {"b" if d == "w" else d for d in added.dtypes}
             return _Value(("+b", *value.factors), dtypes)
         raise _Unknown
@@ -298,7 +312,9 @@ class _Reader:
         if dim not in (-1, 1) or self.dim not in (0, dim) or len(others) > len(names):
             raise _Unknown
         self.dim = dim
-        if of_squares and named.pop("unbiased", named.pop("correction", None)) in (False, 0):
+        if of_squares:
+            if named.pop("unbiased", named.pop("correction", None)) not in (False, 0):
+                raise _Unknown
             value = value._replace(factors=value.factors * 2)
             self.centered = True
         if named.pop("keepdim", False) is not True or named:

@@ -143,6 +143,7 @@ def test_left_with_a_reason() -> None:
     scripted = torch.jit.script(small_linear())
     assert [reason for _, reason in left(scripted)] == ["scripted; convert before scripting"]
     assert left(torch.jit.script(nn.Linear(2, 2))) == []
+    assert left(nn.Sequential(torch.jit.script(Doubled()))) == []
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,15 @@ class Shifted(Norm):
         return self.other + (1 + self.weight) * x * torch.rsqrt((x * x).mean(-1, True) + self.eps)
 
 
-RMS, LAST = (Channels, Indexed), (Columns, Whitened, Shifted)
+class Tied(Norm):
+    """One parameter is weight and bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, True)
+        return x * torch.rsqrt(x.square().mean(-1, True) + self.eps) * self.weight + self.weight
+
+
+RMS, LAST = (Channels, Indexed), (Columns, Whitened, Shifted, Tied)
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
@@ -198,7 +206,7 @@ def test_over_channels(
         leaves = [leaf, *net.parameters()]
         gradients = torch.autograd.grad(y, leaves, g.to(y.dtype), allow_unused=True)
         results.append([y, *(t for t in gradients if t is not None)])
-    assert results[2][0].stride() == results[1][0].stride() or cls in LAST
+    assert results[2][0].stride() == results[1][0].stride()
     for truth, want, got in zip(*results, strict=True):
         assert got.dtype is want.dtype
         off, most = ((t.double() - truth).abs().max().item() for t in (got, want))
@@ -231,6 +239,12 @@ class TwoWeights(Norm):
         return (
             self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.other
         )
+
+
+class BothWeights(Norm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (1 + self.weight) * y * self.weight
 
 
 class TwoPlus(Norm):
@@ -277,6 +291,14 @@ class Scaled(Norm):
 class Unbiased(Norm):
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(-1, True)) / torch.sqrt(x.var(-1, keepdim=True) + self.eps)
+
+
+class OfSquares(Norm):
+    """The variance of squares, not their mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(-1, True)
+        return x * torch.rsqrt(x.square().var(-1, unbiased=True, keepdim=True) + self.eps)
 
 
 class OtherMean(Norm):
@@ -337,9 +359,9 @@ class Overflowing(Norm):
         return self.weight * (1e6 * x).half() * torch.rsqrt((x * x).mean(-1, True) + self.eps)
 
 
-NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, TwoPlus, Cubes, Twice, OfTwo,
-        Kept, NoGrad, Scaled, Unbiased, OtherMean, Mixed, Added, Negated, Dtype, RowsOfChannels,
-        Sliced, Truncated, Overflowing]  # fmt: skip
+NONE = [NoSquare, OtherDimension, NoKeepdim, NoEps, TwoWeights, BothWeights, TwoPlus, Cubes,
+        Twice, OfTwo, Kept, NoGrad, Scaled, Unbiased, OfSquares, OtherMean, Mixed, Added, Negated,
+        Dtype, RowsOfChannels, Sliced, Truncated, Overflowing]  # fmt: skip
 
 
 @pytest.mark.parametrize("cls", NONE)
