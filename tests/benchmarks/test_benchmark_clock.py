@@ -34,9 +34,6 @@ def test_median_interval() -> None:
     assert measuring.median_interval([float(i) for i in range(20)]) == (3.0, 16.0)
 
 
-# --- who is let in ---
-
-
 def test_admit() -> None:
     def check(who: str, contestant: type[Exception] | None) -> None:
         if contestant is not None:

@@ -88,17 +88,6 @@ def test_rival_that_counts(
     assert report.loses_to(of_family) == rival
 
 
-def test_rows_of_a_busy_machine_are_marked(tmp_path: Path) -> None:
-    infos = [
-        mish(op="relu", copy=3, copy_fresh=3),  # silu's copy is three times as fast
-        mish(op="silu", copy=1),
-        mish(2**10, ours=[1e3] + [3e3] * 8),
-        mish(2**23, "gelu", copy=8, copy_fresh=8),  # the only one of its size
-    ]
-    rows = load([write(tmp_path / "rows.json", infos)])
-    assert [row.op for row in rows if row.noisy] == ["relu", "mish"]
-
-
 # --- the docs ---
 
 

@@ -11,46 +11,6 @@ from benchmarks.harness import store
 from helpers import ROOT, environment
 from helpers.processes import run_python
 
-# --- files of results ---
-
-
-def test_rows_replace_those_of_their_names(tmp_path: Path) -> None:
-    path = tmp_path / "device.json"
-
-    def put(name: str, ns: int) -> None:
-        entry = {"fullname": f"benchmarks/bench_{name}", "ns": ns}
-        store.put(path, {"benchmarks": [entry], "datetime": str(ns)})
-
-    def rows() -> dict[str, int]:
-        entries = store.read(path)["benchmarks"]
-        return {e["fullname"].removeprefix("benchmarks/bench_"): e["ns"] for e in entries}
-
-    put("batch_norm.py::test[1]", 1)
-    put("activations.py::test[1]", 2)
-    put("batch_norm.py::test[2]", 3)
-    put("batch_norm.py::test[1]", 4)
-    assert rows() == {"batch_norm.py::test[1]": 4, "activations.py::test[1]": 2,
-                      "batch_norm.py::test[2]": 3}  # fmt: skip
-    assert store.read(path)["datetime"] == "4"
-    store.drop(path, "batch_norm", {"benchmarks/bench_batch_norm.py::test[2]"})
-    assert rows() == {"activations.py::test[1]": 2, "batch_norm.py::test[2]": 3}
-    store.drop(path, "activations", set())  # all of its ops are wrong
-    assert rows() == {"batch_norm.py::test[2]": 3}
-    assert [p.name for p in tmp_path.iterdir()] == ["device.json"]
-
-
-def test_a_write_that_fails_leaves_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "device.json"
-    store.write(path, {"benchmarks": []})
-    with pytest.raises(TypeError):
-        store.write(path, {"benchmarks": [object()]})
-    assert store.read(path) == {"benchmarks": []}
-
-
-# --- runs ---
-
 
 def run(folder: Path, *command: str) -> tuple[int, str]:
     """The exit code and the output."""
@@ -86,14 +46,6 @@ def test_a_quick_run_stores_and_shows_rows(tmp_path: Path) -> None:
     assert "node" not in store.read(path)["machine_info"]
     assert "batch_norm, " in output
     assert [chart.name for chart in tmp_path.glob("*.svg")] == [f"{path.stem}.svg"]
-
-
-@pytest.mark.parametrize("option", ["--threads=1", "--gates-only"])
-def test_rows_that_are_not_stored_are_shown(tmp_path: Path, option: str) -> None:
-    code, output = run(tmp_path, "pytest", "benchmarks/bench_activations.py", "--op=relu", option)
-    assert code == 0, output
-    assert "2 passed" in output
-    assert ("relu" in output and "| eager |" in output) == (option != "--gates-only")
 
 
 WRONG_MISH = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 
 from benchmarks import (
     bench_depthwise,
-    bench_few_bit,
     bench_pool,
     report,
 )
@@ -21,7 +19,7 @@ from benchmarks.harness import store
 from benchmarks.harness.cases import Options, Work
 from benchmarks.harness.race import contest_of
 from benchmarks.harness.store import FAMILIES
-from fusedtrain.advisor.bench import COMPILE, EAGER, OURS, activations
+from fusedtrain.advisor.bench import EAGER, OURS
 from helpers.benchmarks import measured
 
 pytestmark = pytest.mark.filterwarnings("ignore:no torchvision rival")
@@ -39,9 +37,6 @@ QUICK_OPS = {
 
 def family(name: str) -> Any:
     return importlib.import_module(f"benchmarks.bench_{name}")
-
-
-# --- which are measured ---
 
 
 def test_stored_rows_are_selected() -> None:
@@ -77,15 +72,6 @@ def _cases(name: str) -> dict[str, Any]:
     runs = Options(), Options(models=("vit_l_16",))
     return {str(case): case for run in runs for case in family(name).select(run)}
 
-
-def test_errors_are_those_of_the_docstrings() -> None:
-    stated = bench_few_bit.stated_error
-    assert (stated("gelu", "q8"), stated("relu", "q1")) == ((0.0025, 0.0015), (0.0, 0.0))
-    saves = [(op, save) for op, saves in bench_few_bit.SAVES.items() for save in saves]
-    assert all(stated(op, save)[1] for op, save in saves if op != "relu")
-
-
-# --- bytes and rows ---
 
 # A quarter as many outputs as inputs, of 4 bits; eager: the input and 8 bytes an output.
 KEPT = {
@@ -147,23 +133,3 @@ def test_rows(name: str) -> None:
         assert set(row.ratio) == rivals
         assert row.get("kept", None) == KEPT.get(row.op)
     contest_of.cache_clear()
-
-
-def test_who_is_wrong_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = family("activations")
-    case = replace(bench.select(Options(quick=True))[0], compiled=True)
-    right = activations.duel
-
-    def spoiled(*who: str) -> None:
-        def duel(*arguments: Any) -> dict[str, Any]:
-            return right(*arguments) | dict.fromkeys(who, lambda x: x * 1)
-
-        monkeypatch.setattr(activations, "duel", duel)
-
-    monkeypatch.setattr("fusedtrain.advisor.bench._match.compiled", lambda function: function)
-    spoiled(COMPILE)
-    with pytest.warns(UserWarning, match="compile left out: wrong forward"):
-        assert list(measured(bench, case).ns)[:2] == [OURS, EAGER]
-    spoiled(OURS)
-    with pytest.raises(pytest.fail.Exception, match=r"wrong forward.*\. Not timed"):
-        measured(bench, case)
