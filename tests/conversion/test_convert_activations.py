@@ -253,6 +253,7 @@ class Adds(nn.Module):
 @pytest.mark.parametrize("act", [nn.LeakyReLU(0.1), nn.ReLU6(), nn.Softplus()], ids=str)
 def test_an_output_that_is_written_over(act: nn.Module, nested: bool) -> None:
     """Torch keeps the input of these, ours the output."""
+    act = copy.deepcopy(act)
     parts = (nn.Linear(4, 4), nn.Sequential(act) if nested else act)
     model, x = Adds(*parts), torch.randn(2, 4)
     report = fusedtrain.convert(model)
