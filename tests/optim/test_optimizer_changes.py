@@ -178,11 +178,11 @@ def test_states_whose_data_are_replaced(name: str, change: str) -> None:
         optimizer = getattr(module, name)(params, **CLASSES[name].busy)
         for seed in range(5):
             step(optimizer, params, seed)
-            for value in (v for x in params for v in optimizer.state[x].values()):
+            for key, value in (row for x in params for row in optimizer.state[x].items()):
                 if seed == 1:
                     swapped = value.dim() > 1 and change == "layout"
                     value.data = value.mT.contiguous().mT if swapped else value.clone()
-                if seed == 1 and value.dim() == 0 and change == "step":
+                if seed == 1 and key == "step" and change == "step":
                     value.fill_(17)
         runs.append((optimizer.state_dict()["state"], params))
     for ours, theirs in zip(runs[0][0].values(), runs[1][0].values(), strict=True):
