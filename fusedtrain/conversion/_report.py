@@ -64,7 +64,7 @@ class Converted(NamedTuple):
 
 
 class FusedNorm(NamedTuple):
-    """One batch norm or group norm that is one op with `parts`, in the order of calls, in the
+    """One batch, group or instance norm that is one op with `parts`, in the order of calls, in the
     forwards around it; or that has a fused class, the `target`."""
 
     name: str
@@ -192,8 +192,8 @@ class ConversionReport:
 
     `converted` (activations), `norms` and `left` have one entry a module, `products` one for each
     multiplication by a gate that is one op now, `branches` one for each sum of a residual branch
-    that is one op with its layer scale and stochastic depth, `group_norms` one for each group norm
-    that is one op with its modulation and activation, `shared` maps the first
+    that is one op with its layer scale and stochastic depth, `group_norms` one for each group or
+    instance norm that is one op with its modulation and activation, `shared` maps the first
     name of a converted module that sits at several places to all of its names, `already` counts
     modules that were fused before. `rewritten` names the modules with another `forward`: those that
     call what is one op now. `overwriting` names the batch norms whose output takes the
@@ -258,9 +258,12 @@ class ConversionReport:
         lines += self._table([(e.name, e.source, f" -> {e.target}") for e in self.converted])
         for names in self.shared.values():
             lines.append(f"  shared, counted once: {' = '.join(map(shown, names))}")
+        instance = [norm for norm in self.group_norms if "InstanceNorm" in norm.source]
+        of_groups = [norm for norm in self.group_norms if norm not in instance]
         fused: list[tuple[list[Any], str, Callable[[Any], str]]] = [
             (self.norms, "fused {} batch norm{s} with what follows", _summed),
-            (self.group_norms, "fused {} group norm{s} with what follows", _summed),
+            (of_groups, "fused {} group norm{s} with what follows", _summed),
+            (instance, "fused {} instance norm{s} with what follows", _summed),
             (self.products, "fused {} product{s} with a gate", "{0.type} * {0.activation}".format),
             (self.branches, "fused {} residual branch{es} with the sum", _summed),
             (self.calls, "converted {} call{s} in forwards", "{0.activation} in {0.type}".format),

@@ -384,15 +384,8 @@ class RowNormSite(Unit):
         norm = self.norm
         tensors = (copy.of(node) for node in (norm.input, norm.weight, norm.bias))
         dtypes = (tuple(sorted(d, key=str)) for d in (norm.inner, norm.outer))
-        arguments: Any = (
-            norm.eps,
-            norm.centered,
-            norm.one,
-            *dtypes,
-            norm.dim,
-            norm.ones,
-            norm.rank,
-        )
+        kind = (norm.eps, norm.centered, norm.one)
+        arguments: Any = (*kind, *dtypes, norm.dim, norm.ones, norm.rank)
         return copy.graph.call_function(row_normed, (*tensors, *arguments))
 
     def line(self, source: str) -> Applied:

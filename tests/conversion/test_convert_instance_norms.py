@@ -81,6 +81,7 @@ def test_networks(name: str, memory: str, last: bool) -> None:
     stock = copy.deepcopy(model)
     report = fusedtrain.convert(model, x, memory=memory)
     assert [norm.parts for norm in report.group_norms] == parts
+    assert f"fused {len(parts)} instance norm" in str(report)
     for net in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.eval()):
         for ours, theirs in zip(results(net, x), results(stock, x), strict=True):
             torch.testing.assert_close(ours, theirs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,6 +39,20 @@ class Imitates(Steps):
         self.__class__ = type("Wrapped", (type(self), type(optimizer)), {})  # type: ignore[assignment]
 
 
+def scaled_steps(scaler: Any, optimizer: Any, params: Any, unscale: bool) -> Iterator[None]:
+    """Four steps, of which the third meets an infinity; yields before each update of the scale."""
+    scaler.scale(torch.ones(()))
+    for seed in range(4):
+        give_gradients(params, seed, scaler.get_scale())
+        if seed == 2:
+            params[0].grad.view(-1)[0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        yield
+        scaler.update()
+
+
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
 @pytest.mark.parametrize(
     ("wrapper", "kind"),
@@ -57,17 +72,9 @@ def test_a_scaler_that_steps_a_wrapper(wrapper: Any, kind: Any, unscale: bool) -
         if wraps:
             optimizer = wrapper(optimizer)
         scaler = kind("cpu", init_scale=8.0)
-        scaler.scale(torch.ones(()))
-        for seed in range(4):
-            give_gradients(params, seed, scaler.get_scale())
-            if seed == 2:
-                params[0].grad.view(-1)[0] = float("inf")
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
+        for _ in scaled_steps(scaler, optimizer, params, unscale):
             with pytest.raises(RuntimeError, match="already been called"):
                 scaler.step(optimizer)
-            scaler.update()
         assert scaler.get_scale() == 4.0
         runs.append(params)
     assert_close(*runs)
@@ -112,16 +119,8 @@ def test_who_runs_before_the_step_sees_unscaled_gradients(
             optimizer.step = clipped
         else:
             hooks = [register_optimizer_step_pre_hook(lambda o, *_: clips(o))]
-        scaler = kind("cpu", init_scale=8.0)
-        scaler.scale(torch.ones(()))
-        for seed in range(4):
-            give_gradients(params, seed, scaler.get_scale())
-            if seed == 2:
-                params[0].grad.view(-1)[0] = float("inf")
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+        for _ in scaled_steps(kind("cpu", init_scale=8.0), optimizer, params, unscale):
+            pass
         for hook in hooks:
             hook.remove()
         if sgd is fusedtrain.optim.SGD and kind is fusedtrain.amp.GradScaler:
